@@ -289,12 +289,12 @@ def _job(words: argparse.Namespace) -> Callable[[], int]:
     with told_by_first_rank():
         if words.command == "evaluate":
             checkpoints_of(words.config, "RUN")  # before the imports, as in `_found`
-            from recsys.serving.evaluate import Asked, evaluate, roles_of
+            from recsys.serving.evaluate import Extras, evaluate, roles_of
             from recsys.serving.finished import find_run
 
             run_to_evaluate = find_run(words.config, words.overrides, words.trust_code)
-            asked = Asked(words.by, words.cold, words.group, words.bootstrap, words.importance)
-            return partial(evaluate, run_to_evaluate, roles_of(run_to_evaluate), asked)
+            extras = Extras(words.by, words.cold, words.group, words.bootstrap, words.importance)
+            return partial(evaluate, run_to_evaluate, roles_of(run_to_evaluate), extras)
         config = load_config(words.config, words.overrides, words.debug)
     if words.command == "dry-run":
         from recsys.memory.dry_run import dry_run

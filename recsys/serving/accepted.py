@@ -1,14 +1,14 @@
-"""Which changes a metric allows: of an order of them as many as possible, at few evaluations."""
+"""Search for the changes that a metric allows: as many as possible of an ordered list, with few evaluations."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 from recsys.config.choices import RowCode
 
-CodeMove = tuple[str, RowCode]  # of a table to a code
+CodeMove = tuple[str, RowCode]  # change of a table to a code
 
 
 def most_accepted(last: int, is_accepted: Callable[[int], bool]) -> int:
-    """Return the largest number up to `last` that is accepted, where less is never worse; 0 without asking."""
+    """Return the largest accepted number up to `last`, if smaller are never worse; 0 needs no evaluation."""
     low, high = 0, last + 1
     number = last
     while high - low > 1:
@@ -18,19 +18,19 @@ def most_accepted(last: int, is_accepted: Callable[[int], bool]) -> int:
 
 
 def accepted_moves(moves: Sequence[CodeMove], is_accepted: Callable[[Sequence[CodeMove]], bool]) -> list[CodeMove]:
-    """Return the changes that are accepted together: the first ones, and later ones that go with those before.
+    """Return the changes that are accepted together: the first ones, and later ones that are accepted beside these.
 
-    A table of which one is refused keeps the code that it has. Beside the bisection this asks about once for each such
-    table: what follows a change that is accepted is tried two, four, eight at once.
+    A table whose change is refused keeps the code that it has. Beside the bisection this takes about one evaluation for
+    each such table: after an accepted change, the next are tried two, four, eight at once.
     """
     number = most_accepted(len(moves), lambda n: is_accepted(moves[:n]))
-    chosen, rest, size = list(moves[:number]), list(moves[number:]), 1
-    is_refused = bool(rest)  # the bisection has asked for the first of the rest
-    while rest:
+    chosen, remaining, size = list(moves[:number]), list(moves[number:]), 1
+    is_refused = bool(remaining)  # the bisection has evaluated the first of these
+    while remaining:
         if is_refused:
-            rest, is_refused = [move for move in rest if move[0] != rest[0][0]], False
-        elif is_accepted([*chosen, *rest[:size]]):
-            chosen, rest, size = [*chosen, *rest[:size]], rest[size:], 2 * size
+            remaining, is_refused = [move for move in remaining if move[0] != remaining[0][0]], False
+        elif is_accepted([*chosen, *remaining[:size]]):
+            chosen, remaining, size = [*chosen, *remaining[:size]], remaining[size:], 2 * size
         else:
             size, is_refused = 1, size == 1
     return chosen
@@ -42,11 +42,11 @@ def cheapest_first(
     now: dict[str, RowCode],
     budget: float,
 ) -> list[CodeMove]:
-    """Return changes of code, each the one that saves most bytes by loss after those before it.
+    """Return changes of code, each the one that saves most bytes per loss after those before it.
 
     Args:
-        losses, sizes: by table and code, of it alone; those of the code `now` too.
-        budget: losses far below it count as none.
+        losses, sizes: of single tables, by table and code; also of the code that a table has `now`.
+        budget: losses far below it count as 0.
     """
     least, moves = max(budget, 1e-9) / 1000, list[CodeMove]()
     while True:

@@ -1,4 +1,4 @@
-"""The Python API: train, open a finished run, predict, recommend and take vectors, with Arrow tables."""
+"""Python API: train, open a finished run, predict, recommend and get vectors, as Arrow tables."""
 
 import atexit
 import os
@@ -46,8 +46,8 @@ from torch.distributed.run import main
 end_with_parent()
 main()
 """
-_worlds: list[World] = []  # of this process: none, or one,
-_open = ExitStack()  # and what leaves it
+_worlds: list[World] = []  # of this process: none or one,
+_open = ExitStack()  # which this closes
 _LIST_VIEWS = (pa.ListViewType, pa.LargeListViewType)
 
 Data = Any  # a path of Parquet files or a list of these, an Arrow table, or a data frame that Arrow can read
@@ -57,8 +57,8 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes
     """Train in processes of their own, and open the finished run. Ctrl-C ends them as it ends the command.
 
     Args:
-        config: a YAML file, or its content, in which paths are seen from the current folder. overrides: `key=value`, as
-            on the command line.
+        config: a YAML file, or its content, in which paths are relative to the current folder. overrides: `key=value`,
+            as on the command line.
 
     Raises:
         UserError: a mistake in the config, the data or an argument, or this process cannot open the run afterwards.
@@ -69,8 +69,8 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes
         raise UserError(f"num_processes is {num_processes!r}, and must be a whole number above 0")
     with tempfile.TemporaryDirectory() as folder:
         path = _config_file(config, Path(folder))
-        read = load_config(path, _texts("overrides", overrides, "'train.epochs=3'"))
-        run_dir = read.run.dir or f"runs/{read.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        loaded = load_config(path, _texts("overrides", overrides, "'train.epochs=3'"))
+        run_dir = loaded.run.dir or f"runs/{loaded.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         launcher = ["-m", "recsys", "train"]
         if num_processes > 1:  # by this machine's own address, since its name may not resolve
             torchrun = ["-c", _TORCHRUN, "--standalone", "--local-addr=127.0.0.1"]
@@ -83,7 +83,7 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes
 
 
 def _config_file(config: Any, folder: Path) -> Path:
-    """Return the file of a config; its content is written to the folder."""
+    """Return the file of a config; content without a file is written to the folder."""
     if isinstance(config, str | Path):
         return Path(config)
     if not isinstance(config, Mapping):
@@ -102,7 +102,7 @@ def _config_file(config: Any, folder: Path) -> Path:
 
 
 def _plain_values(value: Any) -> Any:
-    """Return values of Python as a config takes them: paths are texts, NumPy's numbers are Python's."""
+    """Return values as a config takes them: paths as texts, NumPy's numbers as Python's."""
     if isinstance(value, Mapping):
         return {name: _plain_values(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -113,7 +113,7 @@ def _plain_values(value: Any) -> Any:
 
 
 def _texts(name: str, values: Any, example: str) -> Any:
-    """Return an argument that is a list of texts, or None; a text alone would be taken letter by letter."""
+    """Return an argument if it is a list of texts, or None; a single text would be read letter by letter."""
     texts = None if isinstance(values, str) or not isinstance(values, Iterable) else [*values]
     if values is not None and (texts is None or not all(isinstance(text, str) for text in texts)):
         raise UserError(f"{name}: found {values!r}, and each must be a text in a list, such as [{example}]")
@@ -121,15 +121,15 @@ def _texts(name: str, values: Any, example: str) -> Any:
 
 
 def open_run(run: str | Path, *overrides: str, trust_code: bool = False) -> "Run":
-    """Open a finished run on this process; arguments and errors as of `recsys.serving.finished.find_run`."""
+    """Open a finished run in this process; arguments and errors as of `recsys.serving.finished.find_run`."""
     return Run(str(run), _texts("overrides", overrides, "'data.filter=null'"), trust_code)
 
 
 class Run:
     """A finished run with its model in memory.
 
-    Tables that are returned have a row for each row given, in their order. `keep` names columns of the data that come
-    with the results; the default are those of ids that the model reads, without lists.
+    Results have a row for each row of the data, in the same order. `keep` names columns of the data that are returned
+    with them; default: those of ids that the model reads, without lists.
     """
 
     def __init__(self, run: str, overrides: Sequence[str], trust_code: bool) -> None:
@@ -175,10 +175,10 @@ class Run:
 
 
 def _check_alone() -> None:
-    """Refuse a process that is one of several ranks: each would be given a part of the rows, or wait for the others.
+    """Refuse a process that is one of several ranks: each would get a part of the rows, or wait for the others.
 
     Raises:
-        UserError: says what this process belongs to.
+        UserError: names the launcher or process group that this process belongs to.
     """
     if rank := rank_of_several():
         raise UserError(
@@ -194,7 +194,7 @@ def _check_alone() -> None:
 
 
 def _world(device: Device) -> World:
-    """Return this process as the only one of a group, which lasts as long as the process; there can be but one.
+    """Return a world of this process alone, which lasts as long as the process; there is one at most.
 
     Raises:
         UserError: it was made for another device.
@@ -244,14 +244,14 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
 
 
 def _without_file(message: str, folder: str) -> str:
-    """Return a message about rows that were given in memory without the file that they were written to."""
+    """Return a message on rows that were passed in memory, without the file that they were written to."""
     file = f"{folder}/rows.parquet"
     message = message.replace(f" (in {file})", "").replace(f"the Parquet files of '{folder}'", "the columns given")
     return message.replace(f"'{file}'", Given.key)
 
 
 def _plain(table: pa.Table) -> pa.Table:
-    """Return a table as pyarrow writes it to Parquet: without columns of runs, views, and nulls in dictionaries."""
+    """Return a table with types that pyarrow writes to Parquet: no run-end encoding, views or nulls in dictionaries."""
     for place, field in enumerate(table.schema):
         if pa.types.is_run_end_encoded(field.type):
             chunks = [pc.run_end_decode(chunk) for chunk in table.column(place).chunks]
@@ -266,38 +266,38 @@ def _plain(table: pa.Table) -> pa.Table:
 
 
 def _listed(array: pa.Array) -> pa.Array:
-    """Return lists for views of lists, which Arrow casts to no other type of values."""
+    """Return views of lists as lists, since Arrow cannot cast the values of views."""
     return stored(array) if isinstance(array.type, _LIST_VIEWS) else array
 
 
 def _has_null_entry(array: pa.Array) -> bool:
     """Return whether a null is among the entries of an array's dictionary, or of one inside lists or structs."""
-    kind = array.type
-    if pa.types.is_dictionary(kind):
+    dtype = array.type
+    if pa.types.is_dictionary(dtype):
         return bool(array.dictionary.null_count)
-    if pa.types.is_struct(kind):
-        return any(_has_null_entry(array.field(place)) for place in range(kind.num_fields))
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return (is_list or isinstance(kind, _LIST_VIEWS)) and _has_null_entry(array.values)
+    if pa.types.is_struct(dtype):
+        return any(_has_null_entry(array.field(place)) for place in range(dtype.num_fields))
+    is_list = pa.types.is_list(dtype) or pa.types.is_large_list(dtype) or pa.types.is_fixed_size_list(dtype)
+    return (is_list or isinstance(dtype, _LIST_VIEWS)) and _has_null_entry(array.values)
 
 
-def _rebuilt(kind: pa.DataType, of_part: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Return a type in which each type that it is made of, and then it itself, is what `of_part` gives for it."""
-    if pa.types.is_dictionary(kind):
-        kind = pa.dictionary(kind.index_type, _rebuilt(kind.value_type, of_part), kind.ordered)
-    elif pa.types.is_struct(kind):
-        kind = pa.struct([field.with_type(_rebuilt(field.type, of_part)) for field in kind])
-    elif pa.types.is_fixed_size_list(kind):
-        kind = pa.list_(_rebuilt(kind.value_type, of_part), kind.list_size)
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        kind = (pa.list_ if pa.types.is_list(kind) else pa.large_list)(_rebuilt(kind.value_type, of_part))
-    return of_part(kind)
+def _rebuilt(dtype: pa.DataType, replacement: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """Return a type with `replacement` applied to each type that it is made of, and then to itself."""
+    if pa.types.is_dictionary(dtype):
+        dtype = pa.dictionary(dtype.index_type, _rebuilt(dtype.value_type, replacement), dtype.ordered)
+    elif pa.types.is_struct(dtype):
+        dtype = pa.struct([field.with_type(_rebuilt(field.type, replacement)) for field in dtype])
+    elif pa.types.is_fixed_size_list(dtype):
+        dtype = pa.list_(_rebuilt(dtype.value_type, replacement), dtype.list_size)
+    elif pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
+        dtype = (pa.list_ if pa.types.is_list(dtype) else pa.large_list)(_rebuilt(dtype.value_type, replacement))
+    return replacement(dtype)
 
 
-def _without_view(kind: pa.DataType) -> pa.DataType:
-    """Return what stands for views, as Polars gives its texts: Arrow writes none within structs and dictionaries."""
-    return {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(kind, kind)
+def _without_view(dtype: pa.DataType) -> pa.DataType:
+    """Return a type without views, as of Polars' texts, which Arrow does not write in structs and dictionaries."""
+    return {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(dtype, dtype)
 
 
-def _without_dictionary(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
+def _without_dictionary(dtype: pa.DataType) -> pa.DataType:
+    return dtype.value_type if pa.types.is_dictionary(dtype) else dtype

@@ -35,18 +35,18 @@ from recsys.serving.trials import Compression, Trials
 from recsys.tables.row_codes import row_bytes
 
 STEPS, IMPORTANCES = ("quantize", "prune", "neurons", "distill"), ("norm", "count", "gradient")
-_CUTS = 64  # shares of what is not idle that pruning tries
+_CUTS = 64  # shares of the rows or neurons that are not idle that pruning tries
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a compression.
+    """Options of a compression.
 
     Attributes:
-        steps: of `STEPS`, in their order. Of n steps the k-th may lose k / n of the loss allowed, with those before it.
-        metric: on data.valid, or on data.test without it. max_loss: of it, as it was given, with 95 % confidence.
-        prune_by: of `IMPORTANCES`. student: `key=value` over the config so far, of distill.
-        overrides: `key=value` that name other data. trust_code: the class that a run names as its model is imported.
+        steps: of `STEPS`, in order. The first k of n steps may lose k / n of the allowed loss together.
+        metric: on data.valid, or on data.test without it. max_loss: of the metric, as written, with 95 % confidence.
+        prune_by: of `IMPORTANCES`. student: of distill, `key=value` over the config so far.
+        overrides: `key=value` that name other data. trust_code: import the class that a run names as its model.
     """
 
     steps: tuple[str, ...]
@@ -58,17 +58,17 @@ class Request:
     trust_code: bool = False
 
     def check(self, run: Finished, world_size: int) -> None:
-        """Raise a UserError for what does not fit to a run."""
+        """Raise a UserError for options that do not fit a run."""
         config = run.config
         steps = [("--steps", step, STEPS) for step in self.steps]
         metrics = tuple(config.model.metric_names(config))
-        for option, word, known in (
+        for option, word, allowed in (
             *steps,
             ("--prune-by", self.prune_by, IMPORTANCES),
             ("--metric", self.metric, metrics),
         ):
-            if word not in known:
-                raise UserError(f"{option}: there is no '{word}'{nearest(word, known)} (known: {', '.join(known)})")
+            if word not in allowed:
+                raise UserError(f"{option}: there is no '{word}'{nearest(word, allowed)} (known: {', '.join(allowed)})")
         if "distill" in self.steps and world_size > 1:
             raise UserError("--steps: distill trains in a process of its own; start recsys compress on one rank")
         if "distill" in self.steps:
@@ -76,7 +76,7 @@ class Request:
         self.allowed(1.0)
 
     def allowed(self, value: float) -> float:
-        """Return the loss that is allowed of a value of the metric: a number, or a percentage of it."""
+        """Return the allowed loss of the metric at some value: `max_loss`, which may be a percentage of the value."""
         is_share = self.max_loss.endswith("%")
         try:
             number = float(self.max_loss.removesuffix("%"))
@@ -95,7 +95,7 @@ def compress(run: Finished, trained: Config, out: Path, request: Request) -> int
         out: folder of the new run, with compression.md, .json and .svg beside what runs have.
 
     Raises:
-        UserError: a request, or data, that do not fit the model, or a folder that is not empty.
+        UserError: the request or the data do not fit the model, or the folder is not empty.
     """
     quiet_libraries()
     with open_world(run.config.run.device, run.config.run.num_threads) as world, output_lock() as lock:
@@ -114,14 +114,14 @@ _Step = Callable[[Trials, Compression, float], tuple[Compression, str]]
 
 @dataclass(frozen=True)
 class _State:
-    """What steps go on with: a run, the config that it was trained with, and what has been accepted of its tables."""
+    """State between steps: a run, the config that it was trained with, and its accepted compression."""
 
     trials: Trials
     trained: Config
     compression: Compression
 
     def write(self, out: Path) -> None:
-        """Write the run as it is so far; collective."""
+        """Write the run with the compression so far; collective."""
         pruned, trials = self.compression.pruned, self.trials
         shared = {table: trials.shared_vector(table, pruning) for table, pruning in pruned.items()}
         trials.world.from_rank_zero(lambda: write_run(self.trained, trials, self.compression, shared, out))
@@ -137,7 +137,7 @@ def _compress(run: Finished, trained: Config, out: Path, request: Request, world
 
 
 def _stages(state: _State, request: Request, allowed: float, out: Path) -> tuple[list[Stage], _State]:
-    """Take the steps one after another; return what each comes to, and the run as the last one leaves it."""
+    """Take the steps one after another; return the stage after each, and the final state."""
     stages, teacher = [Stage("as trained", "", state.trials.base)], state.trials
     takes: dict[str, _Step] = {"quantize": _quantize, "neurons": _neurons}
     takes["prune"] = partial(_prune, by=request.prune_by)
@@ -155,7 +155,7 @@ def _stages(state: _State, request: Request, allowed: float, out: Path) -> tuple
 
 
 def _distill(state: _State, request: Request, budget: float, teacher: Trials, folder: Path) -> tuple[_State, str]:
-    """Return a student of the run, and what it began with; nothing where it loses more than is allowed."""
+    """Return a state with a student of the run, and a remark; an empty one if it loses more than `budget`."""
     start = folder / "start"
     start.mkdir(parents=True)
     state.write(start)
@@ -170,7 +170,7 @@ def _distill(state: _State, request: Request, budget: float, teacher: Trials, fo
 
 
 def _quantize(trials: Trials, before: Compression, budget: float) -> tuple[Compression, str]:
-    """Return the codes that the metric allows, and what they are; nothing where it allows none."""
+    """Return the compression with the codes that the metric allows, and a remark; an empty one if it allows none."""
     moves = _code_moves(trials, before, budget)
 
     def after(chosen: Sequence[CodeMove]) -> Compression:
@@ -193,10 +193,10 @@ def _quantize(trials: Trials, before: Compression, budget: float) -> tuple[Compr
 
 
 def _code_moves(trials: Trials, before: Compression, budget: float) -> list[CodeMove]:
-    """Return changes of tables to shorter codes, in the order of bytes saved by loss of each table alone.
+    """Return changes of tables to shorter codes, in the order of bytes saved per loss of each table alone.
 
-    The loss is what counts, which a table may lose at most: by what it loses on these rows, whoever is lucky there
-    comes first. Codes by which a table alone may lose more than is allowed are left out.
+    The loss is the upper bound (`Loss.at_most`): by the loss on these rows, tables that are lucky there would come
+    first. Codes by which a table alone may lose more than is allowed are left out.
     """
     losses: dict[tuple[str, RowCode | None], float] = {}
     sizes: dict[tuple[str, RowCode | None], int] = {}
@@ -219,7 +219,7 @@ def _shown_codes(codes: Mapping[str, RowCode]) -> str:
 
 
 def _prune(trials: Trials, before: Compression, budget: float, by: str) -> tuple[Compression, str]:
-    """Return the rows that the metric allows to be pruned, and how many they are; nothing where it allows none."""
+    """Return the compression with the rows pruned that the metric allows, and a remark; an empty one if none."""
     tables, rows, num_idle = _least_important(trials, before, by)
     if not len(rows):
         return before, "nothing, since no row is left"
@@ -242,21 +242,21 @@ def _prune(trials: Trials, before: Compression, budget: float, by: str) -> tuple
 
 
 def _gone(compression: Compression, table: str) -> np.ndarray:
-    """Return the rows of a table that are pruned, int64 [rows]."""
+    """Return the rows of a table that are pruned already, int64 [rows]."""
     pruning = compression.pruned.get(table)
     return np.zeros(0, np.int64) if pruning is None else (~pruning.kept).nonzero().flatten().numpy()
 
 
 def _cuts(number: int, idle: Sequence[int] = (0,)) -> np.ndarray:
-    """Return how many of `number` things are tried to be pruned, from 1 on; of the idle ones in front all or none."""
+    """Return how many of `number` rows or neurons to try to prune, from 1 on; of the idle ones in front all or none."""
     cuts = np.unique([*idle, *np.linspace(max(idle), number, _CUTS + 1).astype(int)])
     return cuts[cuts > 0]
 
 
 def _neurons(trials: Trials, before: Compression, budget: float) -> tuple[Compression, str]:
-    """Return the neurons that the metric allows to be pruned, and how many they are; nothing where it allows none.
+    """Return the compression with the neurons pruned that the metric allows, and a remark; an empty one if none.
 
-    A layer keeps its most important one.
+    Each layer keeps its most important neuron.
     """
     if not trials.layers:
         keys = " and ".join(f"model.{key}" for key in trials.config.model.mlps)
@@ -266,9 +266,11 @@ def _neurons(trials: Trials, before: Compression, budget: float) -> tuple[Compre
     columns = []
     for number, (name, importance) in enumerate(trials.neuron_gradients(before).items()):
         marks = before.neurons.get(name)
-        left = np.arange(len(importance)) if marks is None else marks.nonzero().flatten().numpy()
-        left = left[np.argsort(importance[left], kind="stable")][:-1]
-        columns.append((np.full(len(left), number), left, importance[left] / trials.layers[name].num_weights))
+        remaining = np.arange(len(importance)) if marks is None else marks.nonzero().flatten().numpy()
+        remaining = remaining[np.argsort(importance[remaining], kind="stable")][:-1]
+        columns.append(
+            (np.full(len(remaining), number), remaining, importance[remaining] / trials.layers[name].num_weights)
+        )
     layers, neurons, values = map(np.concatenate, zip(*columns, strict=True))
     if not len(neurons):
         return before, "nothing, since each layer has one neuron left"
@@ -287,21 +289,22 @@ def _neurons(trials: Trials, before: Compression, budget: float) -> tuple[Compre
 
 
 def _least_important(trials: Trials, before: Compression, importance: str) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Return number of table and row of all rows that may be pruned yet, the least important for their bytes first.
+    """Return the tables (by number) and rows of all rows that may still be pruned, the least important per byte first.
 
-    They begin with those that are 0, and those that data.train does not hold: where each of these kinds ends comes too.
+    Rows that are 0 come first, then those that data.train does not hold. The third value has the ends of these two
+    groups.
     """
-    columns, whole = [], deciding_tables(trials.config)
+    columns, unpruned = [], deciding_tables(trials.config)
     by_table = {"count": trials.counts, "norm": trials.norms}.get(importance) or trials.gradients(before)
     for number, name in enumerate(trials.config.tables):
-        if name in whole:  # its pruned ids would be looked up in another expert
+        if name in unpruned:  # its pruned ids would be looked up in another expert
             continue
         rows = np.arange(1, len(trials.counts[name]) - trials.num_shared(name))
         rows = np.setdiff1d(rows, _gone(before, name))
         counts, norms = trials.counts[name][rows], trials.norms[name][rows]
         value = by_table[name][rows] / row_bytes(trials.config.tables[name], before.codes.get(name))
-        kind = np.where(norms > 0, np.where(counts > 0, 2, 1), 0)
-        columns.append((np.full(len(rows), number), rows, kind, value, norms))
-    tables, rows, kind, value, norms = map(np.concatenate, zip(*columns, strict=True))
-    order = np.lexsort((norms, value, kind))
-    return tables[order], rows[order], np.searchsorted(kind[order], [1, 2]).tolist()
+        group = np.where(norms > 0, np.where(counts > 0, 2, 1), 0)
+        columns.append((np.full(len(rows), number), rows, group, value, norms))
+    tables, rows, group, value, norms = map(np.concatenate, zip(*columns, strict=True))
+    order = np.lexsort((norms, value, group))
+    return tables[order], rows[order], np.searchsorted(group[order], [1, 2]).tolist()

@@ -28,15 +28,15 @@ from recsys.serving.trials import Compression, Pruning, Trials
 from recsys.training.learning import facts_entries
 from recsys.training.run import MARKER
 
-_UNFINISHED = ".unfinished"  # in the folder of a run that is being written
+_UNFINISHED = ".unfinished"  # marks the folder of a run that is being written
 _WRITTEN = ("logs", "distill-*", "config.yaml", "checkpoints", FACTS, FOOTERS, MARKER, "compression.*", "*.tmp")
 
 
 def begin_folder(out: Path, lock: RunLock) -> None:
-    """Make and lock the folder of a run that is to be written, and empty it of what an interrupted attempt has left.
+    """Make and lock the folder of a run that is to be written, and remove files of an interrupted attempt.
 
     Raises:
-        UserError: it cannot be made, another process writes to it, or it is not empty.
+        UserError: it cannot be made, another process writes to it, or it holds other files.
     """
     make_folder(out)
     lock.take(out)
@@ -49,18 +49,18 @@ def begin_folder(out: Path, lock: RunLock) -> None:
 
 
 def finish_folder(out: Path) -> None:
-    """Note that a run and its reports are written."""
+    """Mark a run and its reports as finished."""
     (out / _UNFINISHED).unlink()
 
 
 def write_run(
     config: Config, trials: Trials, compression: Compression, shared: dict[str, torch.Tensor], out: Path
 ) -> None:
-    """Write a run that is compressed, with the state of training of the one it was; on one rank.
+    """Write a compressed run, with the training state of the original; on one rank.
 
     Args:
-        config: of the run as it was trained. shared: by table that was pruned, its `Trials.shared_vector`.
-        out: a folder that is empty but for reports.
+        config: of the run as it was trained. shared: `Trials.shared_vector` of each pruned table.
+        out: a folder that holds nothing but reports.
     """
     path, marker = trials.source.path, trials.source.marker
     facts = _facts(trials, compression)
@@ -85,14 +85,14 @@ def write_run(
 
 
 def narrow_tables(out: Path, config: Config, widths: Mapping[str, int]) -> None:
-    """Replace the checkpoint of a run that `write_run` has written by one whose tables are low-rank factors.
+    """Replace the checkpoint of a run of `write_run` by one with low-rank factors in place of tables.
 
-    A table is the product of its rows' places along the directions in which its rows have most energy (the eigenvectors
-    of the sum of their squares, largest first), and a matrix of the dense part with these directions. Optimizers' state
-    of such a table goes.
+    A table becomes the product of the projections of its rows on their principal directions (the eigenvectors of
+    rows.T @ rows, largest first), and a matrix of the dense part with these directions. The optimizer's state of such a
+    table is dropped.
 
     Args:
-        config: of the run, with embedding_dim and projected_dim as they are now. widths: by table, its embedding_dim.
+        config: of the run, with the new embedding_dim and projected_dim. widths: the new embedding_dim by table.
     """
     [path] = (out / "checkpoints").glob("step-*")
     marker = Marker.read(path)
@@ -100,9 +100,9 @@ def narrow_tables(out: Path, config: Config, widths: Mapping[str, int]) -> None:
     after = {name: tensor for name, tensor in before.items() if _table_of(name)[0] not in widths}
     for table, width in widths.items():
         rows, matrix = before[TABLES + table], f"{DENSE}{PROJECTIONS}.{table}.weight"
-        whole = rows.double()
-        directions = torch.linalg.eigh(whole.T @ whole)[1].flip(1)[:, :width]
-        after[TABLES + table] = (whole @ directions).to(rows.dtype)
+        vectors = rows.double()
+        directions = torch.linalg.eigh(vectors.T @ vectors)[1].flip(1)[:, :width]
+        after[TABLES + table] = (vectors @ directions).to(rows.dtype)
         wider = before[matrix].double() @ directions if matrix in before else directions
         after[matrix] = wider.float().contiguous()
     shutil.rmtree(path)
@@ -134,7 +134,7 @@ def _config(config: Config, compression: Compression, facts: Facts, out: Path) -
     tables = {}
     for name, table in config.tables.items():
         code = compression.codes.get(name)
-        if code is not None:  # such tables are looked up id by id
+        if code is not None:  # quantised tables are looked up id by id
             split = table.sharding_type if table.sharding_type in UNPOOLED else ShardingChoice.auto
             table = replace(table, sharding_type=split, l2_all_rows=0.0)
         table = replace(table, quantize=code)
@@ -149,7 +149,7 @@ def _config(config: Config, compression: Compression, facts: Facts, out: Path) -
 
 
 def _facts(trials: Trials, compression: Compression) -> Facts:
-    """Return the facts of the tables as they are now; how often rows occur is counted again where a run goes on."""
+    """Return the facts of the compressed tables; a run that goes on counts again how often rows occur."""
     facts = trials.facts
     vocabularies, kept_rows = dict(facts.vocabularies), dict(facts.kept_rows)
     unseen_runs = unseen_runs_of(facts_of(trials.source.path), vocabularies)
@@ -162,29 +162,29 @@ def _facts(trials: Trials, compression: Compression) -> Facts:
         else:
             before = kept_rows.get(name)
             if before is not None:  # of which rows these were
-                whole = before.kept.to_numpy(zero_copy_only=False).copy()
-                whole[whole] = kept[:-1]
-                kept = whole
+                all_kept = before.kept.to_numpy(zero_copy_only=False).copy()
+                all_kept[all_kept] = kept[:-1]
+                kept = all_kept
             kept_rows[name] = KeptRows(pa.array(kept))
     return Facts(vocabularies, facts.floats, unseen_runs=unseen_runs, kept_rows=kept_rows)
 
 
 def _table_of(tensor: str) -> tuple[str, bool]:
-    """Return the table of a tensor of a checkpoint, or nothing, and whether it holds the weights."""
+    """Return the table of a tensor of a checkpoint, empty if it has none, and whether the tensor holds its weights."""
     if tensor.startswith(TABLE_OPTIMIZER):
         return tensor.removeprefix(TABLE_OPTIMIZER).rpartition("/")[0], False
     return (tensor.removeprefix(TABLES), True) if tensor.startswith(TABLES) else ("", False)
 
 
 def _parameter_of(tensor: str) -> str | None:
-    """Return the parameter of the dense part that a tensor of a checkpoint is, or holds the state of."""
+    """Return the dense parameter that a tensor of a checkpoint holds, or holds the optimizer's state of, or None."""
     if tensor.startswith(DENSE_OPTIMIZER):
         return tensor.removeprefix(DENSE_OPTIMIZER).rpartition("/")[0]
     return tensor.removeprefix(DENSE) if tensor.startswith(DENSE) else None
 
 
 def _compacted(tensor: torch.Tensor, pruning: Pruning, shared: torch.Tensor | None) -> torch.Tensor:
-    """Return the rows that are kept, then those that are shared, [rows afterwards, …]."""
+    """Return the kept rows, then the shared ones, [rows afterwards, …]."""
     if shared is None:
         shared = (pruning.weights @ tensor.float().view(len(tensor), -1)).view(tensor.shape[1:])
     rows = shared.to(tensor.dtype).expand(pruning.num_shared, *tensor.shape[1:])

@@ -23,7 +23,7 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class Stage:
-    """A step of a compression: its name, what of it was accepted, and what the run comes to after it."""
+    """A step of a compression: its name, a remark on what was accepted, and the trial of the run after it."""
 
     name: str
     remark: str
@@ -34,7 +34,7 @@ def write_report(stages: list[Stage], trials: Trials, max_loss: str, allowed: fl
     """Write compression.json, .md and .svg.
 
     Args:
-        max_loss: as it was asked for; allowed: what that is of the metric.
+        max_loss: as written by the user. allowed: the same as a number, in units of the metric.
     """
     content = {
         "run": str(trials.source.path),

@@ -17,11 +17,11 @@ from recsys.runtime.logs import logger
 from recsys.serving.compressed_run import narrow_tables
 from recsys.training.taught import scored_path
 
-_PRUNED = "rows that prune keeps"  # in place of a file of them, which is not there yet
+_PRUNED = "rows that prune keeps"  # in place of the file of kept rows, which does not exist yet
 
 
 def check_student(teacher: Path, changes: Sequence[str], steps: Sequence[str]) -> None:
-    """Refuse changes that make no config of a student, whatever earlier steps accept, before anything is written.
+    """Refuse changes that make no valid config of a student, whatever earlier steps accept, before anything is written.
 
     Args:
         teacher: checkpoint of the run. changes: `key=value` over its config. steps: of the compression, in their order.
@@ -42,7 +42,7 @@ def check_student(teacher: Path, changes: Sequence[str], steps: Sequence[str]) -
 
 
 def _acceptable(trained: Config, steps: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield what steps may accept, in words, and as `key=value` over the config."""
+    """Yield the changes that steps may accept, in words, and as `key=value` over the config."""
     if "quantize" in steps:
         for code in RowCode:
             tables = [name for name, table in trained.tables.items() if takes_code(table, code)]
@@ -57,7 +57,7 @@ def _acceptable(trained: Config, steps: Sequence[str]) -> Iterator[tuple[str, li
 
 
 def _check_rows(trained: Config, student: Config) -> None:
-    """Refuse another number of rows for a table that may have been pruned by their numbers."""
+    """Refuse another num_embeddings for a table that may have been pruned, whose kept rows go by their numbers."""
     for name, table in student.tables.items():
         rows = trained.tables[name].num_embeddings if name in trained.tables else None
         if table.kept_rows == _PRUNED and table.num_embeddings != rows:
@@ -68,10 +68,10 @@ def _check_rows(trained: Config, student: Config) -> None:
 
 
 def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[str]) -> tuple[Path, str]:
-    """Train the run that `start` holds once more, beside a teacher's scores where the model learns labels.
+    """Train a student: the run in `start` with some changes, distilled from a teacher's scores if it learns labels.
 
-    It begins with the weights of `start` where `changes` leave tables, features and model as they are, but for a
-    smaller embedding_dim and a projected_dim of what it was, where it begins with low-rank factors of a table.
+    It starts from the weights of `start` if `changes` leave tables, features and model as they are. Tables may also
+    have a smaller embedding_dim, with the old one as projected_dim; they start from low-rank factors.
 
     Args:
         teacher: checkpoint of the run that scores. start: a run directory.
@@ -79,10 +79,10 @@ def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[st
         changes: `key=value` over the config of `start`.
 
     Returns:
-        The student's run directory, and what it began with.
+        The student's run directory, and words on what it started from.
 
     Raises:
-        UserError: a mistake in the changes, or a scoring or training that has failed.
+        UserError: a mistake in the changes, or scoring or training failed.
     """
     now = load_config(start / "config.yaml")
     student = load_config(start / "config.yaml", changes)
@@ -103,7 +103,7 @@ def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[st
         if narrow:
             words.insert(0, "train.init.optimizers=none")
     run = folder / "student"
-    # What followers of the run's publications read is the run's own model.
+    # Followers of the run's publications are to read the run's own model, not the student.
     words = ["run.resume=false", "train.publish.dir=null", *words, f"run.dir={as_value(run)}"]
     words = ["train", str(start / "config.yaml"), *words]
     logger.info("recsys %s", shlex.join(words))
@@ -113,8 +113,10 @@ def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[st
 
 
 def _start_anew(start: Path, student: Config, narrow: Mapping[str, int]) -> None:
-    """Make `start` what a student begins with: not as the run itself began, such as with files of vectors, which would
-    take the place of the weights so far; and with tables that are low-rank factors."""
+    """Make `start` a run to initialise a student from, with low-rank factors of the tables in `narrow`.
+
+    Its config gets the default train.init: files of vectors that the run itself started from would replace the weights.
+    """
     student = replace(student, train=replace(student.train, init=InitConfig()))
     replace_file(start / "config.yaml", config_text(student))
     if narrow:
@@ -122,7 +124,7 @@ def _start_anew(start: Path, student: Config, narrow: Mapping[str, int]) -> None
 
 
 def _narrowed(now: Config, student: Config) -> dict[str, int] | None:
-    """Return the embedding_dim of the tables that the student has as low-rank factors; None: it has other shapes."""
+    """Return the embedding_dim of the tables that become low-rank factors; None if other shapes differ too."""
     shapes = [
         (
             {name: (table.model_dim, table.mapping, table.num_embeddings) for name, table in config.tables.items()},

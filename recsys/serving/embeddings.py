@@ -1,4 +1,4 @@
-"""Vectors by raw id: those of tables, and those that the towers of a retrieval model give for items and users."""
+"""Vectors by raw id: of tables, and of items and users by the towers of a retrieval model."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -45,14 +45,14 @@ def embeddings(
     """Write a folder of Parquet files with vectors; return the exit status, 0.
 
     Args:
-        name: `item`, for the items of `data` or else of data.items; `user`, for the users of `data`; or a table, also
-            written as tables.NAME, for its ids: those that occur in `data`, or all that the run knows.
+        name: `item`, for the items of `data`, by default data.items; `user`, for the users of `data`; or a table, also
+            written as tables.NAME, for its ids: those that occur in `data`, by default all that the run knows.
         out: as of `recsys.serving.predict.predict`.
         keep: columns of the data to write beside the vectors of a tower; default: ids.
         index: kind of a FAISS index of the vectors of items. queries: users to measure its recall on.
 
     Raises:
-        UserError: there is no such table, its ids are not known, or the data do not fit.
+        UserError: there is no such table, its ids are unknown, or the data do not fit.
     """
     table = table_of(run, name, keep)
     if queries is not None and index is None:
@@ -69,8 +69,8 @@ def embeddings(
     def then(opened: OpenRun) -> None:
         if index is not None:
             vectors = None if queries is None else _vectors_of_users(opened, queries)
-            told = "items" if queries is None else queries
-            opened.world.from_rank_zero(lambda: build_index(out, index, vectors, told))
+            source = "items" if queries is None else queries
+            opened.world.from_rank_zero(lambda: build_index(out, index, vectors, source))
 
     return write_results(run, out, given, {"of": name}, lambda opened: results, keep, then=then)
 
@@ -94,10 +94,10 @@ def _write_table(run: Finished, table: str, out: Path, data: str | list[str] | N
 
 
 def table_of(run: Finished, name: str, keep: Sequence[str] | None) -> str | None:
-    """Return the table that a name stands for, or None for a tower.
+    """Return the table with a name, or None if the name is that of a tower.
 
     Raises:
-        UserError: it stands for neither, or columns are to be kept beside the vectors of a table.
+        UserError: it is neither, or columns are to be kept beside the vectors of a table.
     """
     towers = _TOWERS if run.config.model.needs().item_id is not None else ()
     table = str(name).removeprefix("tables.")
@@ -117,10 +117,10 @@ def table_of(run: Finished, name: str, keep: Sequence[str] | None) -> str | None
 def rows_of_tower(
     run: Finished, tower: str, data: str | list[str] | None, keep: Sequence[str] | None
 ) -> tuple[Given, Sequence[str] | None]:
-    """Return the rows whose vectors a tower is to give, and the columns to keep of them.
+    """Return the rows that a tower is to compute vectors of, and the columns to keep of them.
 
     Raises:
-        UserError: nothing says which.
+        UserError: neither arguments nor config name the rows.
     """
     config = run.config
     if tower == "item":
@@ -134,7 +134,7 @@ def rows_of_tower(
 
 
 def vectors_of_tower(tower: str) -> Results:
-    """Return the vectors of a tower as column `vector`."""
+    """Return a function from the model's outputs to the vectors of a tower, as column `vector`."""
     place = _TOWERS.index(tower)
 
     def results(output: StepOutput) -> pa.Table:
@@ -148,17 +148,17 @@ def _vectors_of_users(opened: OpenRun, users: str) -> np.ndarray:
     inputs = opened.beside([], opened.run.given("queries", users, None))
     tables = scored(opened, inputs.loader("queries"), [], vectors_of_tower("user"), lambda rows: None)
     vectors = pa.concat_tables(tables)["vector"].combine_chunks()
-    dim = inputs.config.model.needs().vector_dim  # which a rank that no user is left for could not tell
+    dim = inputs.config.model.needs().vector_dim  # a rank without users has no vectors to take it from
     return np.concatenate(opened.world.gather(vectors.flatten().to_numpy().reshape(len(vectors), dim)))
 
 
 @dataclass(frozen=True)
 class TableVectors:
-    """The vectors of ids of a table, read from its checkpoint piece by piece.
+    """Vectors of the ids of a table, read from a checkpoint in chunks.
 
     Attributes:
-        ids: raw ids, of which there are `num_ids`; None: 0, 1, …
-        task: what they are, for `Parts`.
+        ids: raw ids, [num_ids]; None: 0, 1, …
+        task: as of `Parts`.
     """
 
     run: Finished
@@ -170,14 +170,14 @@ class TableVectors:
     task: dict[str, Any]
 
     def tables(self, start: int, stop: int) -> Iterator[pa.Table]:
-        """Yield columns `id` and `vector` of some ids; of an id with several rows what the model makes of them."""
-        entry, pooling = self.marker.tensors[TABLES + self.table], self.run.config.tables[self.table].pooling
+        """Yield columns `id` and `vector` of some ids; the rows of an id with several are pooled as by the model."""
+        weights, pooling = self.marker.tensors[TABLES + self.table], self.run.config.tables[self.table].pooling
         for first in range(start, max(stop, start + 1), _IDS_AT_ONCE):  # of no ids a table too, with none
             last = min(stop, first + _IDS_AT_ONCE)
             ids = pa.array(np.arange(first, last)) if self.ids is None else self.ids.slice(first, last - first)
             rows = np.empty(len(ids) * self.mapping.rows_per_id, np.int64)
             self.mapping.map(ids, rows)
-            vectors = gather_rows(self.run.checkpoint, entry, rows).float()
+            vectors = gather_rows(self.run.checkpoint, weights, rows).float()
             vectors = vectors.view(len(ids), self.mapping.rows_per_id, vectors.shape[1])
             pooled = vectors.mean(1) if pooling is Pooling.mean else vectors.sum(1)
             yield pa.table({"id": ids, "vector": to_arrow(pooled)})
@@ -187,10 +187,10 @@ def open_table(run: Finished, marker: Marker, world: World, table: str, data: st
     """Return the vectors of a table; collective.
 
     Args:
-        marker: of the run's checkpoint. data: where ids are to be found.
+        marker: of the run's checkpoint. data: with the ids; None: those that the run knows.
 
     Raises:
-        UserError: neither the run nor data tell the ids, or the data do not fit.
+        UserError: neither the run nor the data have the ids, or the data do not fit.
     """
     settings, path = run.config.tables[table], run.checkpoint
     task: dict[str, Any] = {"checkpoint": {"path": str(path), "files": marker.files}, "of": f"tables.{table}"}
@@ -200,7 +200,7 @@ def open_table(run: Finished, marker: Marker, world: World, table: str, data: st
     vocabulary, kept = Facts.load(facts_of(path), with_vocabulary, [], [], pruned).of_table(table)
     mapping = build_mapping(settings, vocabulary, kept)
     features = [feature for feature in run.config.features.values() if feature.table == table]
-    are_buckets = all(feature.boundaries for feature in features)  # an id is how many boundaries a number has reached
+    are_buckets = all(feature.boundaries for feature in features)  # an id is the number of boundaries up to a value
     if data is not None:
         if are_buckets:
             raise UserError(f"ids of table '{table}' are buckets of numbers, which the run knows; give no --data")
@@ -222,9 +222,9 @@ def open_table(run: Finished, marker: Marker, world: World, table: str, data: st
 
 
 def _ids_in(run: Finished, world: World, table: str, data: str | list[str]) -> tuple[pa.Array, str]:
-    """Return the distinct ids of a table that data hold, the most frequent first, and a digest of the data.
+    """Return the distinct ids of a table in data, the most frequent first, and the fingerprint of the data.
 
-    They are those of all features of the table whose columns are there, without what is read in training alone.
+    They are those of all features of the table whose columns exist, except features that are read in training alone.
     """
     config = run.config
     features = {name: config.features[name] for name in role_features(config, "rows")}

@@ -1,4 +1,4 @@
-"""Evaluation of a finished run on other data, without a change to the run."""
+"""Evaluation of a finished run on other data, which leaves the run unchanged."""
 
 import sys
 import time
@@ -54,15 +54,15 @@ def roles_of(run: Finished) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What else than the metrics of all rows is asked for.
+class Extras:
+    """Results to compute besides the metrics of all rows.
 
     Attributes:
-        by: a column; the metrics of the rows of each of its values are told too.
-        cold: in place of values, whether they occur less often than so in data.train, or not.
-        group: a column, such as that of users; labels have their grouped AUC by it too.
-        bootstrap: how often rows, or groups, are drawn, to tell intervals of the metrics.
-        importance: how often the values of each feature are permuted, to tell what the metrics lose by it.
+        by: a column; metrics are computed for the rows of each of its values too.
+        cold: if above 0, slice by whether a value occurs less often than this in data.train, not by values.
+        group: a column, such as that of users; labels get grouped AUC by it too.
+        bootstrap: draws of rows, or groups, for intervals of the metrics.
+        importance: permutations of the values of each feature, to measure what the metrics lose by it.
     """
 
     by: str | None = None
@@ -76,38 +76,38 @@ class Asked:
             raise UserError("--cold tells the values of a column apart; name it by --by")
 
     def columns(self) -> dict[str, str]:
-        """Return the columns that are read of the rows, with the options that ask for them."""
+        """Return the columns to read of the rows, each with the option that needs it."""
         return {column: option for column, option in ((self.by, "--by"), (self.group, "--group")) if column}
 
 
-def evaluate(run: Finished, roles: Sequence[str], asked: Asked = Asked()) -> int:
+def evaluate(run: Finished, roles: Sequence[str], extras: Extras = Extras()) -> int:
     """Evaluate a run's model on some datasets; return the exit status, 0.
 
-    The metrics, with where they are from, are the last line of the output and evaluations/TIME/result.json of run.dir.
-    data.train is not read, but for `Asked.cold`: what is known of it is in the run.
+    The metrics, with run and checkpoint, are the last line of the output and in evaluations/TIME/result.json of
+    run.dir. data.train is read for `Extras.cold` alone: facts of it are in the run.
 
     Raises:
-        UserError: data that do not fit the model, or a checkpoint that is corrupt.
+        UserError: the data do not fit the model, or the checkpoint is corrupt.
     """
     quiet_libraries()
     config, start = run.config, time.monotonic()
     with open_world(config.run.device, config.run.num_threads) as world:
-        if asked.by or asked.group or asked.bootstrap:
+        if extras.by or extras.group or extras.bootstrap:
             run = run.in_order(world.world_size)
-        opened = OpenRun(run, world, ["items"], *(_given(config, role, asked) for role in roles))
+        opened = OpenRun(run, world, ["items"], *(_given(config, role, extras) for role in roles))
         folder = world.from_rank_zero(lambda: _new_folder(Path(config.run.dir or run.run_dir) / "evaluations"))
         start_logging(folder / "logs", world.rank)
         opened.introduce()
-        slices = _slices(opened, asked)
-        results = {role: _evaluated(opened, role, asked, slices) for role in roles}
+        slices = _slices(opened, extras)
+        results = {role: _evaluated(opened, role, extras, slices) for role in roles}
         metrics = {role: of_role.metrics for role, of_role in results.items()}
         result = {
             "run": str(run.run_dir),
             "checkpoint": run.checkpoint.name,
             "metrics": metrics,
-            "intervals": {role: of_role.intervals for role, of_role in results.items()} if asked.bootstrap else {},
-            "by": {} if asked.by is None else {asked.by: {role: of_role.slices for role, of_role in results.items()}},
-            "importance": {role: of_role.importance for role, of_role in results.items()} if asked.importance else {},
+            "intervals": {role: of_role.intervals for role, of_role in results.items()} if extras.bootstrap else {},
+            "by": {} if extras.by is None else {extras.by: {role: of_role.slices for role, of_role in results.items()}},
+            "importance": {role: of_role.importance for role, of_role in results.items()} if extras.importance else {},
             "data": {role: _described(opened.inputs, role) for role in opened.inputs.datasets},
             "world_size": world.world_size,
             "device": world.device.type,
@@ -123,15 +123,15 @@ def evaluate(run: Finished, roles: Sequence[str], asked: Asked = Asked()) -> int
     return 0
 
 
-def _given(config: Config, role: str, asked: Asked) -> Given:
-    paths, columns = getattr(config.data, role), asked.columns()
+def _given(config: Config, role: str, extras: Extras) -> Given:
+    paths, columns = getattr(config.data, role), extras.columns()
     asks = " or ".join(columns.values())
     return Given(role, paths, tuple(columns), row_filter(config, role), asks, f"data.{role}", config.data.max_rows)
 
 
 @dataclass
-class _Found:
-    """Of a dataset: its metrics, their intervals, the metrics by slice, and what they lose by feature."""
+class _Results:
+    """Results of a dataset: metrics, their intervals, metrics by slice, and losses by permuted feature."""
 
     metrics: dict[str, float]
     intervals: dict[str, list[float]]
@@ -139,30 +139,30 @@ class _Found:
     importance: _ByName
 
 
-def _evaluated(opened: OpenRun, role: str, asked: Asked, slices: _Slices) -> _Found:
-    """Return what is asked for of a dataset; collective."""
-    result = _metrics(opened, opened.inputs.loader(role), asked, slices)
+def _evaluated(opened: OpenRun, role: str, extras: Extras, slices: _Slices) -> _Results:
+    """Return the results of a dataset; collective."""
+    result = _metrics(opened, opened.inputs.loader(role), extras, slices)
     logger.info("%s: %s", role, show_metrics(result.metrics))
     for name, (low, high) in result.intervals.items():
         logger.info("%s, %s: 95 %% between %.4f and %.4f", role, name, low, high)
     for value, of_value in result.slices.items():
-        logger.info("%s, %s %s: %s", role, asked.by, value, show_metrics(of_value))
-    if asked.importance:
-        result.importance = importance(opened, role, result.metrics, asked.importance)
+        logger.info("%s, %s %s: %s", role, extras.by, value, show_metrics(of_value))
+    if extras.importance:
+        result.importance = importance(opened, role, result.metrics, extras.importance)
     return result
 
 
-def _slices(opened: OpenRun, asked: Asked) -> _Slices:
-    """Return what tells of some values of `asked.by` which slices their rows belong to, as texts; collective."""
-    if not asked.cold:
+def _slices(opened: OpenRun, extras: Extras) -> _Slices:
+    """Return a function from values of column `extras.by` to the names of their slices; collective."""
+    if not extras.cold:
         return lambda values: ["null" if value is None else str(value) for value in values.to_pylist()]
-    config, column = opened.run.config, asked.by or ""
+    config, column = opened.run.config, extras.by or ""
     options = ReadOptions(config.data.verify_checksums, config.data.retries, config.data.max_bad_files)
-    wanted, filter = {column: "--cold"}, row_filter(config, "train")
+    columns, filter = {column: "--cold"}, row_filter(config, "train")
     train = opened.world.from_rank_zero(
-        lambda: open_dataset("data.train", config.data.train, wanted, config.data.max_rows, filter, options)
+        lambda: open_dataset("data.train", config.data.train, columns, config.data.max_rows, filter, options)
     )
-    request = VocabularyRequest((column,), asked.cold, sys.maxsize)
+    request = VocabularyRequest((column,), extras.cold, sys.maxsize)
     warm = hash_column(measure(train, {column: request}, [], opened.world).vocabularies[column])
 
     def slices_of(values: pa.Array) -> list[str]:
@@ -177,26 +177,26 @@ def _slices(opened: OpenRun, asked: Asked) -> _Slices:
 
 
 @torch.no_grad()
-def _metrics(opened: OpenRun, loader: Loader, asked: Asked = Asked(), slices_of: _Slices | None = None) -> _Found:
+def _metrics(opened: OpenRun, loader: Loader, extras: Extras = Extras(), slices_of: _Slices | None = None) -> _Results:
     """Return the metrics of a loader's rows, their intervals, and those by slice; collective."""
     inputs = opened.inputs
     make = partial(opened.model.module.dense.model.evaluator, None if inputs.corpus is None else opened.items)
-    in_units = bool(asked.group or asked.bootstrap)
-    kept, total, by_slice = KeptRows(loader, list(asked.columns()), numbered=in_units), make(), dict[str, Evaluator]()
+    in_units = bool(extras.group or extras.bootstrap)
+    kept, total, by_slice = KeptRows(loader, list(extras.columns()), numbered=in_units), make(), dict[str, Evaluator]()
     if in_units and not isinstance(total, (LabelEvaluator, RetrievalEvaluator)):
-        raise UserError(f"--{'group' if asked.group else 'bootstrap'}: the model has metrics of its own; leave it out")
-    if asked.group and not asked.bootstrap and isinstance(total, RetrievalEvaluator):
+        raise UserError(f"--{'group' if extras.group else 'bootstrap'}: the model has metrics of its own; leave it out")
+    if extras.group and not extras.bootstrap and isinstance(total, RetrievalEvaluator):
         raise UserError("--group: metrics of users and items have no AUC of groups; add --bootstrap N, or leave it out")
     for output in outputs_of(inputs, opened.model, loader):
         batch, rows = output.batch, kept.take(output.batch.num_rows)
-        of_units = (_units(rows, asked.group, len(batch.weights)),) if in_units else ()
+        of_units = (_units(rows, extras.group, len(batch.weights)),) if in_units else ()
         total.update(output.outputs, batch, *of_units)
-        texts = slices_of(rows[asked.by].combine_chunks()) if asked.by and slices_of else []
+        texts = slices_of(rows[extras.by].combine_chunks()) if extras.by and slices_of else []
         for value in set(texts):
             if value not in by_slice:
                 if len(by_slice) == _MOST_SLICES:
                     raise UserError(
-                        f"--by: column '{asked.by}' has more than {_MOST_SLICES} values; take a coarser one, or --cold"
+                        f"--by: column '{extras.by}' has more than {_MOST_SLICES} values; take a coarser one, or --cold"
                     )
                 by_slice[value] = make()
             of_value = np.zeros(len(batch.weights), np.float32)
@@ -204,24 +204,26 @@ def _metrics(opened: OpenRun, loader: Loader, asked: Asked = Asked(), slices_of:
             weights = batch.weights * torch.from_numpy(of_value).to(batch.weights.device)
             by_slice[value].update(output.outputs, replace(batch, weights=weights), *of_units)
     values = sorted({value for own in inputs.world.gather(list(by_slice)) for value in own})
-    slices = {value: _computed(by_slice.get(value, make()), inputs.world, asked) for value in values}
+    slices = {value: _computed(by_slice.get(value, make()), inputs.world, extras) for value in values}
     intervals = {}
-    if asked.bootstrap:
-        bootstrap = Bootstrap(asked.bootstrap, inputs.config.seed)
-        intervals = total.intervals(inputs.world, bootstrap, asked.group is not None)
-    return _Found(_computed(total, inputs.world, asked), intervals, slices, {})
+    if extras.bootstrap:
+        bootstrap = Bootstrap(extras.bootstrap, inputs.config.seed)
+        intervals = total.intervals(inputs.world, bootstrap, extras.group is not None)
+    return _Results(_computed(total, inputs.world, extras), intervals, slices, {})
 
 
-def _computed(evaluator: Evaluator, world: World, asked: Asked) -> dict[str, float]:
+def _computed(evaluator: Evaluator, world: World, extras: Extras) -> dict[str, float]:
     metrics = evaluator.compute(world)
-    if asked.group is not None and isinstance(evaluator, LabelEvaluator):
+    if extras.group is not None and isinstance(evaluator, LabelEvaluator):
         metrics |= evaluator.grouped(world)
     return metrics
 
 
 def _units(rows: pa.Table, group: str | None, num_rows: int) -> np.ndarray:
-    """Return what each of so many rows belongs to, uint64: its group, or where that is null or none is asked for a
-    unit of its own; those behind the rows are fill."""
+    """Return the unit of each row, uint64 [num_rows]: its group, or a unit of its own if the group is null or None.
+
+    Behind the rows there is fill, with unit 0.
+    """
     numbers = rows[NUMBER].to_numpy()
     units = np.zeros(num_rows, np.uint64)
     units[: len(numbers)] = hash_integers(numbers, 1)
@@ -229,18 +231,18 @@ def _units(rows: pa.Table, group: str | None, num_rows: int) -> np.ndarray:
         column = rows[group].combine_chunks()
         if pa.types.is_nested(column.type):
             raise UserError(f"--group: column '{group}' is {column.type}; a group is one id a row")
-        known = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+        not_null = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
         try:
-            units[known] = hash_column(column.drop_null())
+            units[not_null] = hash_column(column.drop_null())
         except UserError as error:
             raise UserError(f"--group: column '{group}': {error}") from error
     return units
 
 
 def importance(opened: OpenRun, role: str, metrics: dict[str, float], repeats: int) -> _ByName:
-    """Return by feature what each metric of a dataset loses when its values are permuted, in the mean; collective.
+    """Return, by feature, the mean loss of each metric of a dataset when its values are permuted; collective.
 
-    Below 0 is a gain. Features come in the order of what the first metric loses (Breiman 2001,
+    A loss below 0 is a gain. Features are sorted by the loss of the first metric, the largest first (Breiman 2001,
     doi:10.1023/A:1010933404324).
     """
     inputs, losses, names = opened.inputs, {}, opened.run.config.model.metric_names(opened.run.config)

@@ -1,4 +1,4 @@
-"""A finished run as a folder that stands alone: tables, dense part, what ids and numbers mean, and a program to score.
+"""Export of a finished run to a self-contained folder: tables, dense part, mappings of ids, and a program to score.
 
 manifest.json describes the folder (docs/serving.md); `score.py` in it reads it with numpy, pyarrow and onnxruntime.
 """
@@ -43,15 +43,15 @@ _PROGRAMS = ("score.py", "serve.py", "follow.py")  # copied as they are
 def export(run: Finished, out: Path, tables: str = "fp32") -> int:
     """Export a finished run to a folder; return the exit status, 0.
 
-    The folder appears when all is written, and checked against the run. Memory does not grow with the tables.
+    The folder appears when all is written and compared with the run. Memory does not grow with the tables.
 
     Args:
-        out: a folder that is not there, or is empty.
-        tables: how rows are written, a TableEncoding's name; a table with `quantize` is written so.
+        out: a folder that does not exist, or is empty.
+        tables: encoding of rows, a TableEncoding's name; a table with `quantize` is written in that code.
 
     Raises:
-        UserError: a folder with something in it, a checkpoint that is corrupt, a package that is missing, or a model
-            that torch cannot export.
+        UserError: the folder is not empty, the checkpoint is corrupt, a package is missing, or torch cannot export the
+            model.
     """
     check_packages()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -67,7 +67,7 @@ def export(run: Finished, out: Path, tables: str = "fp32") -> int:
 
 
 class _Export:
-    """One export under way."""
+    """An export in progress."""
 
     def __init__(self, run: Finished, source: Source, world: World, files: Files, encoding: str) -> None:
         self._run, self._source, self._files, self._encoding = run, source, files, encoding
@@ -101,7 +101,7 @@ class _Export:
         self._write_manifest(manifest)
         if self._has_items:
             manifest["items"] = self._items()
-        # What score.py does not read, and so does not compare.
+        # Checksums of the files that score.py does not read, and so does not verify.
         beside = [path for name in (*_PROGRAMS, "dense.pt2") if (path := self._files.folder / name).exists()]
         manifest["beside"] = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in beside}
         self._write_manifest(manifest)
@@ -112,30 +112,30 @@ class _Export:
         replace_file(self._files.folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def _features(self) -> list[dict[str, Any]]:
-        """Return how columns become ids and numbers, in the order of the config."""
+        """Return the manifest's entries of the features, in the order of the config."""
         config, spec = self._config, self._inputs.spec("rows")
-        floats = {part.name: _float_entry(part) for part in spec.floats}
+        floats = {column.name: _float_entry(column) for column in spec.floats}
         averaged, unpooled = averaged_features(config), config.unpooled_features()
-        kinds = dict(zip(self._schema.names, self._schema.types, strict=True))
+        dtypes = dict(zip(self._schema.names, self._schema.types, strict=True))
         entries = []
-        for part in spec.ids:
-            feature = config.features[part.name]
-            entry: dict[str, Any] = {"name": part.name, "type": "id", "table": feature.table}
-            entry |= {"column": None, "cross": list(feature.cross)} if feature.cross else {"column": part.column}
-            entry |= {"pooling": "none" if part.name in unpooled else "mean" if part.name in averaged else "sum"}
-            entry |= {"averaged_over": averaged.get(part.name)}
-            entry |= {"nulls": part.null.name, "max_length": part.max_length, "keep": part.keep.name}
-            kind = kinds.get(part.column, pa.null())
-            if not feature.cross and not pa.types.is_null(kind):
-                entry["lists"] = pa.types.is_nested(kind)
-            entry |= {"weights": part.weights, "boundaries": part.boundaries and list(part.boundaries)}
+        for column in spec.ids:
+            feature = config.features[column.name]
+            entry: dict[str, Any] = {"name": column.name, "type": "id", "table": feature.table}
+            entry |= {"column": None, "cross": list(feature.cross)} if feature.cross else {"column": column.column}
+            entry |= {"pooling": "none" if column.name in unpooled else "mean" if column.name in averaged else "sum"}
+            entry |= {"averaged_over": averaged.get(column.name)}
+            entry |= {"nulls": column.null.name, "max_length": column.max_length, "keep": column.keep.name}
+            dtype = dtypes.get(column.column, pa.null())
+            if not feature.cross and not pa.types.is_null(dtype):
+                entry["lists"] = pa.types.is_nested(dtype)
+            entry |= {"weights": column.weights, "boundaries": column.boundaries and list(column.boundaries)}
             entry |= {"route": _route_entry(config, feature.table or "")}
             entries.append(entry)
         by_name = {**floats, **{entry["name"]: entry for entry in entries}}
         return [by_name[name] for name in config.features]
 
     def _table(self, name: str, table: TableConfig) -> dict[str, Any]:
-        """Write a table, and what tells its rows; return what the manifest says of them."""
+        """Write a table and its mapping of ids; return their entry in the manifest."""
         encoding = table.quantize.name.lower() if table.quantize else self._encoding
         entry = self._source.marker.tensors[TABLES + name]
         vectors = write_table(self._files, name, self._source.path, entry, encoding)
@@ -155,18 +155,18 @@ class _Export:
         return entry if kept is None else {**entry, "kept": write_kept(self._files, name, kept)}
 
     def _is_text(self, table: str) -> bool | None:
-        """Return whether the ids of a table were texts in training; None where no column of it tells."""
+        """Return whether the ids of a table were texts in training; None if no column of the schema has them."""
         for name in id_features(self._config):
             column = column_of(self._config, name)
             if self._config.features[name].table == table and column in self._schema.names:
-                kind = self._schema.field(column).type
-                kind = getattr(kind, "value_type", kind)
-                if not pa.types.is_null(kind):
-                    return is_text(kind)
+                dtype = self._schema.field(column).type
+                dtype = getattr(dtype, "value_type", dtype)
+                if not pa.types.is_null(dtype):
+                    return is_text(dtype)
         return None
 
     def _dense(self) -> dict[str, Any]:
-        """Write the graphs and weights of the dense part; return what the manifest says of them."""
+        """Write the graphs and weights of the dense part; return their entries in the manifest."""
         config, needs = self._config, self._config.model.needs()
         model = load_dense(config, self._source)
         dims = dims_of(config)
@@ -180,9 +180,9 @@ class _Export:
         if needs.item_id is not None:
             of_items = with_experts(config, needs.item_features)
             of_users = [name for name in features if name not in of_items]
-            # Copies: a vector that the model hands through would take the name of the output for its input.
-            graphs.append(GraphSpec("user", "user.onnx", of_users, ["user"], lambda both: [both[0].clone()]))
-            graphs.append(GraphSpec("item", "item.onnx", of_items, ["item"], lambda both: [both[1].clone()]))
+            # Copies: a vector that the model returns unchanged would give its input the name of the output.
+            graphs.append(GraphSpec("user", "user.onnx", of_users, ["user"], lambda outputs: [outputs[0].clone()]))
+            graphs.append(GraphSpec("item", "item.onnx", of_items, ["item"], lambda outputs: [outputs[1].clone()]))
         entries = {}
         for graph in graphs:
             program = dense.write_graph(graph)
@@ -193,7 +193,7 @@ class _Export:
         return {**weights, "graphs": entries}
 
     def _items(self) -> dict[str, Any]:
-        """Write ids and vectors of the items; return what the manifest says of them."""
+        """Write ids and vectors of the items; return their entry in the manifest."""
         config, corpus = self._config, self._inputs.corpus
         assert corpus is not None
         dataset = self._inputs.datasets["items"]
@@ -216,7 +216,7 @@ class _Export:
 
 
 def _route_entry(config: Config, table: str) -> dict[str, Any] | None:
-    """Return which ids a table is looked up for, if not for all."""
+    """Return the manifest's entry on which ids a table is looked up for; None: for all."""
     experts, names = experts_with(config, table) or (None, [])
     if experts is None:
         return None
@@ -226,9 +226,9 @@ def _route_entry(config: Config, table: str) -> dict[str, Any] | None:
     return {"before": names[:place], "own": None if table == names[-1] else table}
 
 
-def _float_entry(part: FloatColumn) -> dict[str, Any]:
-    transform = part.transform
-    entry = {"name": part.name, "type": "float", "column": part.column, "fill": part.fill, "dim": part.dim}
+def _float_entry(column: FloatColumn) -> dict[str, Any]:
+    transform = column.transform
+    entry = {"name": column.name, "type": "float", "column": column.column, "fill": column.fill, "dim": column.dim}
     if transform is None:
         return entry
     clip = None if transform.clip is None else list(transform.clip)

@@ -27,14 +27,14 @@ from recsys.step.int8 import Int8Linear
 from recsys.tables.module_names import parameter_name
 
 _ALIGNED = 64  # bytes at which the weights of the ONNX graphs begin
-_PREFIX = "model."  # of the weights' names in a graph
+_PREFIX = "model."  # of names of weights in a graph
 _CLOSE = 1e-5
-_CLOSE_INT8 = 1e-2  # a number just between two steps is rounded to either
+_CLOSE_INT8 = 1e-2  # since a number halfway between two steps may be rounded to either
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
 def check_packages() -> None:
-    """Raise a UserError where a package is missing."""
+    """Raise a UserError if a package that exports need is missing."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise UserError(
@@ -53,12 +53,12 @@ def load_dense(config: Config, source: Source) -> Model:
     """Return the dense part of a checkpoint, on the CPU, in eval mode.
 
     Raises:
-        UserError: the model's class has other parameters by now.
+        UserError: the model's class has other parameters than the checkpoint.
     """
     model: Model = build_dense_half(config, lambda: (torch.zeros(1), 0)).model
     targets = {DENSE + parameter_name(name): LocalTensor.of(value) for name, value in model.state_dict().items()}
     saved = {name: entry for name, entry in source.marker.tensors.items() if name.startswith(DENSE)}
-    sizes, expected = ({name: tensor.size for name, tensor in part.items()} for part in (saved, targets))
+    sizes, expected = ({name: tensor.size for name, tensor in tensors.items()} for tensors in (saved, targets))
     if sizes != expected:
         differing = sorted(name for name in {**sizes, **expected} if sizes.get(name) != expected.get(name))
         raise UserError(
@@ -71,12 +71,12 @@ def load_dense(config: Config, source: Source) -> Model:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the dense part reads.
+    """Inputs of the dense part.
 
     Attributes:
-        dims: embedding_dim of the id features. sequences: by those of which it reads a vector for each id, how many ids
-            a list may have; None: any number.
-        weighted: ids have weights.
+        dims: embedding_dim of the id features. sequences: most ids in a list, or None for any number, of the features
+            that are read as a vector for each id.
+        weighted: whether ids have weights.
     """
 
     dims: Mapping[str, int]
@@ -88,8 +88,8 @@ class Inputs:
         """Return the names of a graph's inputs for some features, with the floats before them."""
         names = ["floats"]
         for name in features:
-            kinds = ["values", "lengths", *(["weights"] if self.weighted else [])]
-            names += [f"{kind}:{name}" for kind in (kinds if name in self.sequences else ["vector"])]
+            prefixes = ["values", "lengths", *(["weights"] if self.weighted else [])]
+            names += [f"{prefix}:{name}" for prefix in (prefixes if name in self.sequences else ["vector"])]
         return names
 
     def draw(self, features: Sequence[str], num_rows: int, generator: torch.Generator) -> list[torch.Tensor]:
@@ -101,7 +101,7 @@ class Inputs:
                 continue
             longest = min(4, self.sequences[name] or 4)
             lengths = torch.randint(0, longest + 1, (num_rows,), generator=generator)
-            lengths[-2:] = min(3, longest)  # of one id alone torch.export would make a constant
+            lengths[-2:] = min(3, longest)  # torch.export would make a constant of a total of 1
             ids = int(lengths.sum())
             tensors += [torch.randn(ids, self.dims[name], generator=generator), lengths]
             tensors += [torch.rand(ids, generator=generator)] if self.weighted else []
@@ -109,11 +109,11 @@ class Inputs:
 
 
 class Graph(nn.Module):
-    """The dense part as a function of the tensors that `Inputs.names` names.
+    """The dense part as a function of tensors, in the order of `Inputs.names`.
 
     Args:
-        features: id features that are given; the others have an empty list in every row.
-        results: from the model's outputs to those of the graph.
+        features: id features among the inputs; the others have an empty list in every row.
+        results: computes the outputs of the graph from those of the model.
     """
 
     def __init__(self, model: Model, inputs: Inputs, features: Sequence[str], results: Callable[[Any], Any]) -> None:
@@ -122,17 +122,17 @@ class Graph(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the outputs, each [rows, …]."""
-        given = iter(tensors)
-        floats = next(given)
+        inputs = iter(tensors)
+        floats = next(inputs)
         vectors: Vectors = {}
         for name, dim in self._inputs.dims.items():
             is_given = name in self._features
             if name not in self._inputs.sequences:
-                vectors[name] = next(given) if is_given else floats.new_zeros(floats.shape[0], dim)
+                vectors[name] = next(inputs) if is_given else floats.new_zeros(floats.shape[0], dim)
                 continue
-            values = next(given) if is_given else floats.new_zeros(0, dim)
-            lengths = next(given) if is_given else torch.zeros(floats.shape[0], dtype=torch.int64)
-            weights = (next(given) if is_given else floats.new_zeros(0)) if self._inputs.weighted else None
+            values = next(inputs) if is_given else floats.new_zeros(0, dim)
+            lengths = next(inputs) if is_given else torch.zeros(floats.shape[0], dtype=torch.int64)
+            weights = (next(inputs) if is_given else floats.new_zeros(0)) if self._inputs.weighted else None
             vectors[name] = JaggedTensor(values, lengths=lengths, weights=weights)
         return tuple(self._results(self.model(vectors, floats)))
 
@@ -142,7 +142,7 @@ class GraphSpec:
     """One graph of an export.
 
     Attributes:
-        features: that it reads, of both kinds. outputs: their names. results: makes them of the model's outputs.
+        features: id and float features that it reads. outputs: names. results: computes them from the model's outputs.
     """
 
     name: str
@@ -168,7 +168,7 @@ class DenseExport:
             at += -(-value.numel() * value.element_size() // _ALIGNED) * _ALIGNED
 
     def write_weights(self) -> dict[str, Any]:
-        """Write the weights of all graphs; return what the manifest says of them."""
+        """Write the weights of all graphs; return their entry in the manifest."""
         self._files.write(WEIGHTS, weight_chunks(self._model), always_verified=False)
         tensors = {
             name: {"offset": self._places[name], **_described(Entry.of(LocalTensor.of(value)))}
@@ -177,7 +177,7 @@ class DenseExport:
         return {"file": WEIGHTS, "tensors": tensors}
 
     def predictions(self) -> tuple[list[str], Callable[[Any], Any]]:
-        """Return the names of what the model predicts of rows, and what makes it of the model's outputs."""
+        """Return the names of the model's predictions, and a function from its outputs to the predictions."""
         ids, generator = list(self._inputs.dims), torch.Generator().manual_seed(0)
         with torch.no_grad():  # a tuple of what `predictions` returns is one of its names
             names = Graph(self._model, self._inputs, ids, self._model.predictions)(
@@ -204,23 +204,23 @@ class DenseExport:
         example = self._inputs.draw(features, 7, torch.Generator().manual_seed(0))
         rows = torch.export.Dim("rows")
         ids = {name: torch.export.Dim(f"ids_{number}") for number, name in enumerate(features)}
-        kinds = [name.partition(":") for name in names]
-        shapes = [{0: ids[name] if kind in ("values", "weights") else rows} for kind, _, name in kinds]
+        input_names = [name.partition(":") for name in names]
+        shapes = [{0: ids[name] if prefix in ("values", "weights") else rows} for prefix, _, name in input_names]
         try:
             with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch about itself
-                graph(*example)  # what is made at the first call is made of tensors that hold numbers
+                warnings.simplefilter("ignore")  # of torch about its own code
+                graph(*example)  # so that tensors made at the first call are real, not fake ones
                 program = torch.export.export(graph, tuple(example), dynamic_shapes=(tuple(shapes),), strict=True)
                 onnx = torch.onnx.export(
                     program,
                     dynamo=True,
                     input_names=names,
                     output_names=list(outputs),
-                    optimize=False,  # which would fold weights into others
+                    optimize=False,  # optimizing would fold weights into each other
                     verbose=False,
                     custom_translation_table=translations(),
                 )
-        except Exception as error:  # of any kind: whatever a model does that cannot be exported
+        except Exception as error:  # of any type, by what the model does that cannot be exported
             reason = " ".join(str(error).split())[:300]
             raise UserError(
                 f"torch cannot export model '{type(self._model).__name__}' ({type(error).__name__}: {reason}); its "
@@ -229,12 +229,12 @@ class DenseExport:
         return program, onnx
 
     def _with_places(self, graph: Any) -> Any:
-        """Return an ONNX model whose weights lie in the file of weights."""
+        """Return an ONNX model whose weights refer to the file of weights."""
         import onnx
 
         names = {_PREFIX + name: parameter_name(name) for name in self._model.state_dict()}
         for node in graph.graph.node:
-            node.ClearField("metadata_props")  # where in the code it comes from
+            node.ClearField("metadata_props")  # the node's place in the code
         for tensor in graph.graph.initializer:
             if tensor.name in names:
                 size = len(tensor.raw_data)
@@ -250,14 +250,14 @@ class DenseExport:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # errors: its warnings tell what it does not make faster
+        options.log_severity_level = 3  # errors: warnings are about missed optimizations
         path, providers = str(self._files.folder / file), ["CPUExecutionProvider"]
         session = onnxruntime.InferenceSession(path, options, providers=providers)
         names = self._inputs.names(features)
         for num_rows in (1, 100):
             tensors = self._inputs.draw(features, num_rows, torch.Generator().manual_seed(num_rows))
-            wanted = {node.name for node in session.get_inputs()}
-            feed = {name: value.numpy() for name, value in zip(names, tensors, strict=True) if name in wanted}
+            read = {node.name for node in session.get_inputs()}
+            feed = {name: value.numpy() for name, value in zip(names, tensors, strict=True) if name in read}
             with torch.no_grad(), Int8Linear() if self._in_int8 else nullcontext():
                 expected = [output.numpy() for output in graph(*tensors)]
             for ours, theirs in zip(expected, session.run(None, feed), strict=True):
@@ -270,7 +270,7 @@ class DenseExport:
 
 
 def translations() -> dict[Any, Any]:
-    """Return operators of PyTorch with how they are said in ONNX, where the exporter's own way will not do."""
+    """Return translations of PyTorch operators to ONNX, in place of the exporter's own, which will not do."""
     return {
         torch.ops.aten.repeat_interleave.Tensor: _repeat_interleave,
         torch.ops.aten.squeeze.dim: _squeeze,
@@ -279,7 +279,7 @@ def translations() -> dict[Any, Any]:
 
 
 def weight_chunks(model: nn.Module) -> Iterator[Any]:
-    """Yield the bytes of the file of weights of a model, on any device."""
+    """Yield the bytes of the file of weights, from a model on any device."""
     for value in model.state_dict().values():
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         yield content
@@ -291,20 +291,20 @@ def _described(entry: Entry) -> dict[str, Any]:
 
 
 def _repeat_interleave(repeats: Any, output_size: Any = None) -> Any:
-    """Say in ONNX which row each id is of, given how many each row has; the exporter's own takes rows × ids of memory.
+    """Translate repeat_interleave: the row of each id, from the number of ids of each row.
 
-    A mark where each row ends, summed up.
+    It is the cumulative sum of marks at the ends of rows. The exporter's own translation takes rows × ids of memory.
     """
     from onnxscript import opset18
 
     op: Any = opset18
-    first, one = op.Constant(value_ints=[0]), op.Constant(value_ints=[1])
-    ends = op.CumSum(repeats, first)
+    zero, one = op.Constant(value_ints=[0]), op.Constant(value_ints=[1])
+    ends = op.CumSum(repeats, zero)
     total = op.Gather(ends, op.Constant(value_ints=[-1]))
     marks = op.ScatterElements(
-        op.Expand(first, op.Add(total, one)), ends, op.Expand(one, op.Shape(ends)), axis=0, reduction="add"
+        op.Expand(zero, op.Add(total, one)), ends, op.Expand(one, op.Shape(ends)), axis=0, reduction="add"
     )
-    return op.Slice(op.CumSum(marks, first), first, total, first)
+    return op.Slice(op.CumSum(marks, zero), zero, total, zero)
 
 
 def _log_sigmoid(tensor: Any) -> Any:
@@ -317,7 +317,7 @@ def _log_sigmoid(tensor: Any) -> Any:
 
 
 def _squeeze(tensor: Any, dim: int) -> Any:
-    """Say in ONNX that squeezing a dimension other than 1 does nothing; the exporter's own gives a graph that fails."""
+    """Translate squeeze, which keeps a dimension other than 1; the exporter's own gives a graph that fails."""
     from onnxscript import opset18
 
     op: Any = opset18

@@ -8,9 +8,9 @@ from recsys.step.int8 import STEPS, int8_weights
 
 
 def in_int8(model: Any) -> Any:
-    """Return an ONNX model, which is changed, whose linear layers with a bias, over rows, are in INT8.
+    """Convert linear layers with a bias of an ONNX model to INT8, in place, and return it; inputs are scaled by row.
 
-    ONNX Runtime's own quantize_dynamic rounds inputs by the whole batch, so that a row's scores follow its neighbours.
+    ONNX Runtime's own quantize_dynamic scales inputs by the whole batch, so that a row's scores depend on other rows.
     """
     from onnx import numpy_helper
 
@@ -38,9 +38,9 @@ def in_int8(model: Any) -> Any:
     del graph.node[:]
     graph.node.extend(nodes)
     read = {name for node in nodes for name in node.input}
-    kept = [weight for weight in graph.initializer if weight.name in read]
+    initializers = [weight for weight in graph.initializer if weight.name in read]
     del graph.initializer[:]
-    graph.initializer.extend(kept)
+    graph.initializer.extend(initializers)
     return model
 
 
@@ -51,11 +51,11 @@ def _add(graph: Any, name: str, value: torch.Tensor) -> None:
 
 
 def _layer(output: str, x: str, weight: str, bias: str) -> list[Any]:
-    """Return the nodes of a layer: x in steps of each row, moved to bytes around 128, times the codes."""
+    """Return the nodes of a layer: x divided by the step of its row, as bytes around 128, times the codes."""
     from onnx import TensorProto, helper
 
-    def node(kind: str, name: str, *inputs: str, **options: Any) -> Any:
-        return helper.make_node(kind, [*inputs], [name], f"{output}/{name}", **options)
+    def node(operator: str, name: str, *inputs: str, **options: Any) -> Any:
+        return helper.make_node(operator, [*inputs], [name], f"{output}/{name}", **options)
 
     of = {name: f"{output}.{name}" for name in ("size", "largest", "part", "step", "steps", "whole", "moved", "bytes")}
     of |= {name: f"{output}.{name}" for name in ("sums", "numbers", "rows", "columns")}

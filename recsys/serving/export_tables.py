@@ -1,4 +1,4 @@
-"""Files of an export that hold rows of tables, and ids by hash: written in pieces, each with its checksum."""
+"""Files of an export: rows of tables, and indices of ids by hash, written in chunks, with checksums."""
 
 import hashlib
 import os
@@ -28,16 +28,16 @@ _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass
 class Files:
-    """Files of a folder, with what the manifest says of each."""
+    """Files of a folder, with their entries in the manifest."""
 
     folder: Path
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def write(self, name: str, chunks: Iterator[Any], always_verified: bool = True) -> str:
-        """Write a file from pieces of memory, synced; return its name.
+        """Write a file from chunks of bytes, synced; return its name.
 
         Args:
-            always_verified: whoever opens the export compares the checksum, whatever the size.
+            always_verified: the checksum is compared whenever the export is opened, whatever the file's size.
         """
         path, total, size = self.folder / name, hashlib.sha256(), 0
         path.parent.mkdir(exist_ok=True)
@@ -60,7 +60,7 @@ class Files:
         return name
 
     def arrow(self, name: str, columns: dict[str, pa.Array]) -> str:
-        """Write columns as an Arrow file, which is memory-mapped as it is; return its name."""
+        """Write columns as an Arrow file, which can be memory-mapped; return its name."""
         table = pa.table(columns)
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, table.schema) as writer:
@@ -69,13 +69,13 @@ class Files:
 
 
 def write_table(files: Files, name: str, checkpoint: Path, entry: Entry, encoding: str) -> dict[str, Any]:
-    """Write the rows of a checkpoint's table; return what the manifest says of them.
+    """Write the rows of a checkpoint's table; return their entry in the manifest.
 
     Args:
-        encoding: a TableEncoding's name; `stored` is the type that the checkpoint has.
+        encoding: a TableEncoding's name; `stored` is the type in the checkpoint.
 
     Raises:
-        UserError: the table's type, or its width, does not go with that.
+        UserError: the table's type, or its width, does not go with the encoding.
     """
     num_rows, columns = entry.size
     if entry.dtype not in _STORED:
@@ -97,15 +97,15 @@ def write_table(files: Files, name: str, checkpoint: Path, entry: Entry, encodin
 
 
 def encoded(rows: torch.Tensor, encoding: str) -> torch.Tensor:
-    """Return rows, [rows, columns], as bytes by an encoding other than `stored`, uint8 [rows, stride]."""
+    """Encode rows, [rows, columns], as bytes, uint8 [rows, stride], in an encoding other than `stored`."""
     if encoding in _FLOATS:
         return rows.to(_FLOATS[encoding]).view(torch.uint8)
     return encode_rows(rows.float(), RowCode[encoding.upper()])
 
 
 def write_index(files: Files, name: str, ids: pa.Array, seed: int) -> dict[str, Any]:
-    """Write the hashes of distinct ids in order, the place of each id among them, and of texts these; return what the
-    manifest says of it."""
+    """Write the hashes of distinct ids in order, the place of each id, and the texts if ids are texts; return the entry
+    in the manifest."""
     keys = read_keys(ids)
     hashes = keys.hashes(seed)
     places = np.arange(len(ids)) if keys.indices is None else np.argsort(keys.indices)
@@ -114,8 +114,8 @@ def write_index(files: Files, name: str, ids: pa.Array, seed: int) -> dict[str, 
     columns = {"hash": pa.array(hashes[order]), "number": pa.array(places[order].astype(width))}
     if len(keys.texts):
         columns["text"] = keys.texts.take(pa.array(order))
-    kind = "texts" if len(keys.texts) else "unsigned" if keys.numbers.dtype.kind == "u" else "integers"
-    return {"file": files.arrow(name, columns), "ids": kind}
+    id_type = "texts" if len(keys.texts) else "unsigned" if keys.numbers.dtype.kind == "u" else "integers"
+    return {"file": files.arrow(name, columns), "ids": id_type}
 
 
 def write_kept(files: Files, table: str, kept: KeptRows) -> str:

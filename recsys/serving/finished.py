@@ -1,4 +1,4 @@
-"""A finished run, opened to be used: its config, its checkpoint, and its model with the weights of that."""
+"""A finished run, opened for use: its config, its checkpoint, and its model with the checkpoint's weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,8 +35,8 @@ class Finished:
     """A finished run, as a config and a checkpoint.
 
     Attributes:
-        config: of the run, with what the user changes of it, and without what only training needs.
-        changed: the keys that the user changes.
+        config: of the run, with the user's changes, and without settings that only training needs.
+        changed: the keys that the user has changed.
     """
 
     config: Config
@@ -48,12 +48,12 @@ class Finished:
         return self.checkpoint.parent.parent
 
     def in_order(self, world_size: int) -> "Finished":
-        """Return the run with a stream of data for each rank, so that its rows follow each other as in the files."""
+        """Return the run with one stream of data for each rank, so that rows keep the order of the files."""
         data = replace(self.config.data, num_streams=world_size)
         return replace(self, config=replace(self.config, data=data))
 
     def given(self, role: str, paths: str | list[str], keep: Sequence[str] | None) -> Given:
-        """Return rows to be scored; the filter of the run's own data is not theirs, unless the user sets it."""
+        """Return rows to be scored, without the filter of the run's own data, unless the user sets one."""
         filter = row_filter(self.config, role) if "data.filter" in self.changed else None
         return Given(role, paths, tuple(keep or ()), filter)
 
@@ -62,12 +62,13 @@ def find_run(run: str, overrides: Sequence[str] = (), trust_code: bool = False) 
     """Find a run and its checkpoint.
 
     Args:
-        run: a run directory, whose best checkpoint is taken, or its newest without early stopping; or a checkpoint.
-        overrides: `key=value` over the run's config, of what does not change the model.
-        trust_code: a class that the run names as its model may be imported.
+        run: a run directory, of which the best checkpoint is used, or without early stopping the newest; or a
+            checkpoint.
+        overrides: `key=value` over the run's config, of keys that do not change the model.
+        trust_code: whether a class that the run names as its model may be imported.
 
     Raises:
-        UserError: no such run, or an override that would change the model.
+        UserError: there is no such run, or an override would change the model.
     """
     checkpoint = find_checkpoint(run, "RUN")
     keys = tuple(text.partition("=")[0].strip() for text in overrides)
@@ -86,13 +87,13 @@ def find_run(run: str, overrides: Sequence[str] = (), trust_code: bool = False) 
 
 
 def _without_training(config: Config) -> Config:
-    """Return a config whose tables have no optimizer's state, and train by what every device has."""
+    """Return a config whose tables have no optimizer's state, with optimizers that every device has."""
     tables = {
         name: replace(table, optimizer=None, sparsity=None, l2_all_rows=0.0, stochastic_rounding=False)
         for name, table in config.tables.items()
     }
     sgd = OptimizerConfig(TableOptimizerConfig(TableOptimizer.sgd), DenseOptimizerConfig(DenseOptimizer.sgd))
-    # There are no backward passes, for which activations are kept elsewhere or computed again; torch exports neither.
+    # Without backward passes activations need no offload or checkpointing, neither of which torch can export.
     init = InitConfig(optimizers=Take.none)
     train = replace(config.train, init=init, activation_checkpointing=False, activation_offload=False)
     return replace(config, tables=tables, optimizer=sgd, train=train)
@@ -105,7 +106,7 @@ class OpenRun:
         roles: datasets of the config to open. given: rows to be scored.
 
     Raises:
-        UserError: data that do not fit the model, or a checkpoint that is corrupt.
+        UserError: the data do not fit the model, or the checkpoint is corrupt.
     """
 
     def __init__(self, run: Finished, world: World, roles: Sequence[str], *given: Given) -> None:
@@ -124,7 +125,7 @@ class OpenRun:
         self.model.eval()
 
     def beside(self, roles: Sequence[str], *given: Given) -> Inputs:
-        """Return other datasets for the model, beside those that are open; arguments and errors as of the class."""
+        """Open other datasets for the model; arguments and errors as of the class."""
         return self.inputs.beside(self._footers, roles, given)
 
     @property
@@ -138,7 +139,7 @@ class OpenRun:
             return item_vectors(self.inputs, self.model)
 
     def introduce(self) -> None:
-        """Tell in the log what runs where, and what of the config is done otherwise on this device."""
+        """Log run, step and device, and the settings that this device replaces."""
         step, world = self.source.marker.state.step, self.world
         logger.info("%s at step %d, on %d × %s", self.run.run_dir, step, world.world_size, world.device.type)
         for sentence in self._instead:

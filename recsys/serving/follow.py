@@ -1,11 +1,11 @@
-"""Follow a folder that training publishes to (`train.publish`): answer from the newest publication that is whole.
+"""Follow a folder that training publishes to (`train.publish`), and answer from the newest valid publication.
 
     from follow import Follower
     follower = Follower("published", every_s=5)
     scores = follower.scorer.score(table)
 
-Needs what score.py needs, which lies beside this file. A publication is read in full before it is answered from, and
-whoever has taken `follower.scorer` goes on with the one that it was.
+It needs what score.py needs, which lies beside this file. A publication is read in full before it is used, and a
+`follower.scorer` that was taken before stays as it was.
 """
 
 import json
@@ -24,7 +24,8 @@ class Follower:
     """Keeps a scorer at the newest publication.
 
     Args:
-        folder: `train.publish.dir`. every_s: look for something new so often, in a thread; None: at `refresh` alone.
+        folder: `train.publish.dir`. every_s: seconds between looks for publications, in a thread; None: only by
+            `refresh`.
 
     Attributes:
         scorer: of the newest publication; take it once for each request.
@@ -32,7 +33,7 @@ class Follower:
         problem: what is wrong with the next one, if anything.
 
     Raises:
-        ExportError: there is no whole base in it, or every_s is no time.
+        ExportError: there is no valid base in it, or every_s is no number of seconds.
     """
 
     def __init__(self, folder: str | Path, every_s: float | None = None) -> None:
@@ -51,10 +52,10 @@ class Follower:
             threading.Thread(target=self._follow, daemon=True).start()
 
     def refresh(self) -> int:
-        """Take what has been published since; return the number of the newest publication.
+        """Apply the publications since; return the number of the newest.
 
         Raises:
-            ExportError: the next one is torn, of another order or altered; it is named, and not applied.
+            ExportError: the next one is incomplete, out of order or altered; it is named, and not applied.
         """
         deltas = self._numbers("delta")  # before bases: one that comes meanwhile may lie between deltas
         if bases := self._numbers("base"):
@@ -68,15 +69,15 @@ class Follower:
         return self.number
 
     def refresh_or_tell(self) -> None:
-        """Take what has been published since, and tell on the standard error what is wrong, once."""
+        """Apply the publications since, and print problems to the standard error, each once."""
         try:
             self.refresh()
             self.problem = None
-        except Exception as error:  # of any library: a file may go while it is read, and the next look is to come
-            told = str(error) if isinstance(error, ExportError) else f"{type(error).__name__}: {error}"
-            if told != self.problem:
-                print(f"error: {told}; answers stay those of number {self.number}", file=sys.stderr, flush=True)
-            self.problem = told
+        except Exception as error:  # of any library: a file may vanish while it is read, and the thread must go on
+            problem = str(error) if isinstance(error, ExportError) else f"{type(error).__name__}: {error}"
+            if problem != self.problem:
+                print(f"error: {problem}; answers stay those of number {self.number}", file=sys.stderr, flush=True)
+            self.problem = problem
 
     def _follow(self) -> None:
         while True:
@@ -88,7 +89,7 @@ class Follower:
         return sorted(int(name.partition("-")[2]) for name in names if re.fullmatch(rf"{kind}-\d+", name))
 
     def _begin(self) -> None:
-        """Open the newest base that is whole."""
+        """Open the newest valid base."""
         problem = f"'{self._folder}' holds no base-*; give the folder of train.publish.dir, once it has published"
         for number in reversed(self._numbers("base")):
             try:
@@ -98,7 +99,7 @@ class Follower:
         raise ExportError(problem)
 
     def _is_followed(self, base: int) -> bool:
-        """Tell whether what is answered from is a base, or deltas of it; False of one whose manifest cannot be read."""
+        """Return whether the scorer is of a base, or of deltas after it; False if its manifest cannot be read."""
         try:
             manifest = json.loads((self._folder / f"base-{base:09d}" / MANIFEST).read_text(encoding="utf-8"))
             return (base, manifest["sha256"]) == self._base

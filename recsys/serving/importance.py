@@ -1,4 +1,4 @@
-"""Importance of table rows and of neurons by a pass over data.train: to first order, what the loss would change."""
+"""Importance of table rows and of neurons: the change of the loss without them, to first order, over data.train."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -17,10 +17,10 @@ from recsys.step.micro_batches import Lookup, MicroBatches, StepLoss, task_weigh
 
 
 def importances(inputs: Inputs, step: Any, config: Config) -> dict[str, torch.Tensor]:
-    """Return by table the sums of |gradient × weight| over the ids of this rank's rows, [rows] FP32; collective.
+    """Return, by table, sums of |gradient × weight| over the ids of this rank's rows, [rows] FP32; collective.
 
     Args:
-        step: a `TrainStep` in eval mode, whose tables are all looked up id by id; nothing of it is changed.
+        step: a `TrainStep` in eval mode, whose tables are all looked up id by id; it is not changed.
     """
     totals = {name: torch.zeros(table.num_embeddings) for name, table in config.tables.items()}
     for batch, by_id, gradients in _passes(inputs, step):
@@ -33,15 +33,15 @@ def importances(inputs: Inputs, step: Any, config: Config) -> dict[str, torch.Te
 
 
 def neuron_importances(inputs: Inputs, step: Any, layers: Mapping[str, HiddenLayer]) -> dict[str, torch.Tensor]:
-    """Return by layer the sums of |activation × gradient| of its neurons over this rank's rows, [width] FP32.
+    """Return, by layer, sums of |activation × gradient| of its neurons over this rank's rows, [width] FP32.
 
     Collective; `step` as of `importances` (Molchanov et al. 2017, arXiv:1611.06440, without the mean over a batch).
     """
     totals = {name: torch.zeros(layer.following.in_features) for name, layer in layers.items()}
 
     def watch(total: torch.Tensor) -> Any:
-        def see(_: Any, given: tuple[torch.Tensor, ...]) -> None:
-            (x,) = given
+        def see(_: Any, inputs_of_layer: tuple[torch.Tensor, ...]) -> None:
+            (x,) = inputs_of_layer
             if x.requires_grad:
                 x.register_hook(lambda gradient: count(x.detach() * gradient))
 
@@ -59,7 +59,7 @@ def neuron_importances(inputs: Inputs, step: Any, layers: Mapping[str, HiddenLay
 
 
 def _passes(inputs: Inputs, step: Any) -> Iterator[tuple[Batch, dict[str, Any], list[torch.Tensor | None]]]:
-    """Yield the batches of data.train, what the tables gave by feature, and the loss's gradient by that."""
+    """Yield the batches of data.train, the vectors of their ids by feature, and the loss's gradients by the vectors."""
     dense, loader = step.dense, inputs.loader("train")
     with closing(loader.batches()) as batches, _training(dense.model):
         for _ in range(loader.steps_left(Position(), 1)):
@@ -80,7 +80,7 @@ def _passes(inputs: Inputs, step: Any) -> Iterator[tuple[Batch, dict[str, Any], 
 
 @contextmanager
 def _training(model: Model) -> Iterator[None]:
-    """Let a model give what its losses take, which may be other outputs than those of an evaluation; nothing drops."""
+    """Set a model to training mode, for the outputs that its losses take, but without dropout."""
     shares = {module: module.p for module in model.modules() if isinstance(module, RowDropout)}
     for module in shares:
         module.p = 0.0

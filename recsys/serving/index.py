@@ -1,4 +1,4 @@
-"""A FAISS index of vectors that lie in a folder of Parquet files, and how much of the exact best it finds."""
+"""FAISS index of the vectors in a folder of Parquet files, and its recall of the exact best."""
 
 import json
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ from recsys.errors import UserError
 from recsys.runtime.files import replace_file, replacing
 from recsys.runtime.logs import logger
 
-INDEX, REPORT = "_index.faiss", "_index.json"  # readers of Parquet folders leave out what begins so
+INDEX, REPORT = "_index.faiss", "_index.json"  # readers of Parquet folders skip names with an underscore in front
 KINDS = ("flat", "ivfpq")
 _K, _OWN_QUERIES = 20, 1000
 _ROWS_AT_ONCE = 1 << 13
-_PER_LIST = 64  # vectors that a centroid is learned from; FAISS warns below 39
+_PER_LIST = 64  # vectors to learn a centroid from; FAISS warns below 39
 
 
 def faiss() -> Any:
-    """Return the module. Raises UserError where it is not installed."""
+    """Import and return the module. Raises UserError if it is not installed."""
     try:
         import faiss
     except ImportError as error:
@@ -30,15 +30,16 @@ def faiss() -> Any:
     return faiss
 
 
-def build_index(folder: Path, kind: str, queries: np.ndarray | None, told: str) -> None:
-    """Write `_index.faiss`, by inner product, whose ids are places of rows, and `_index.json` with its recall.
+def build_index(folder: Path, kind: str, queries: np.ndarray | None, source: str) -> None:
+    """Write `_index.faiss`, by inner product, whose ids are numbers of rows, and `_index.json` with its recall.
 
-    The index is built in memory. IVF-PQ: about 4·√rows lists, of which a sixteenth is searched, and a byte for two
-    numbers of a vector, so far as there are vectors to learn these from; of a single vector it is flat.
+    The index is built in memory. IVF-PQ has about 4·√rows lists, of which a sixteenth is searched, and a byte for two
+    numbers of a vector, or less if there are few vectors to learn from; for a single vector it is flat.
 
     Args:
         folder: of `Parts`, with column `vector`. kind: of `KINDS`.
-        queries: float32 [queries, dim] to measure the recall on; None: some of the vectors. told: what they are.
+        queries: float32 [queries, dim] to measure the recall on; None: some of the vectors. source: of the queries,
+            for the report.
     """
     num_rows = sum(pq.read_metadata(path).num_rows for path in folder.glob("part-*"))
     dim = next(_vectors(folder)).shape[1]
@@ -60,15 +61,15 @@ def build_index(folder: Path, kind: str, queries: np.ndarray | None, told: str) 
         "dim": dim,
         "bytes": (folder / INDEX).stat().st_size,
         f"recall@{k}": float(np.mean(hits)) / k,
-        "queries": {"number": len(queries), "of": told},
+        "queries": {"number": len(queries), "of": source},
     }
     replace_file(folder / REPORT, json.dumps(report, indent=1) + "\n")
     logger.info("%s: %s finds %.4f of the exact best %d", folder / INDEX, description, report[f"recall@{k}"], k)
 
 
 def _empty_index(kind: str, num_rows: int, dim: int) -> tuple[Any, str]:
-    """Return an index without vectors, and its name in the words of FAISS."""
-    if kind == "flat" or num_rows == 1:  # a code would be learned from two at least
+    """Return an index without vectors, and its name in FAISS."""
+    if kind == "flat" or num_rows == 1:  # codes need two vectors to learn from
         return faiss().IndexFlatIP(dim), "Flat"
     num_lists = max(1, min(4 * isqrt(num_rows), num_rows // _PER_LIST))
     num_codes = next(codes for codes in range(max(1, dim // 2), 0, -1) if dim % codes == 0)
@@ -80,7 +81,7 @@ def _empty_index(kind: str, num_rows: int, dim: int) -> tuple[Any, str]:
 
 
 def _vectors(folder: Path) -> Iterator[np.ndarray]:
-    """Yield the vectors in order, some at a time: float32 [rows, dim]."""
+    """Yield the vectors in order, in chunks: float32 [rows, dim]."""
     for path in sorted(folder.glob("part-*")):
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=["vector"]):
@@ -88,7 +89,7 @@ def _vectors(folder: Path) -> Iterator[np.ndarray]:
 
 
 def _sample(folder: Path, num_rows: int, number: int) -> np.ndarray:
-    """Return vectors at equal distances, so many at most: float32 [vectors, dim]."""
+    """Return at most `number` vectors, of evenly spaced rows: float32 [vectors, dim]."""
     step, first, chosen = -(-num_rows // number), 0, []
     for vectors in _vectors(folder):
         chosen.append(vectors[-first % step :: step].copy())

@@ -1,4 +1,4 @@
-"""Hidden neurons of a model's MLPs that pruning may take: where they are, and what a model without some is."""
+"""Pruning of hidden neurons of a model's MLPs: the layers where it is possible, and weights without some neurons."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from recsys.tables.module_names import parameter_name
 
 @dataclass(frozen=True)
 class HiddenLayer:
-    """A layer of an MLP whose outputs one linear layer reads alone.
+    """A layer of an MLP whose outputs only one linear layer reads.
 
     Attributes:
-        key, place: of its width in the model's section of the config.
-        following: the layer that reads it. parameters: the names of its own, weight and bias; next: of `following`.
-        num_weights: that a neuron has, of its own and in `following`.
+        key, place: of its width, in the model's section of the config and in the list under the key.
+        following: the layer that reads it. parameters: names of its weight and bias. next: name of that layer's weight.
+        num_weights: of a neuron, its own and those in `following`.
     """
 
     key: str
@@ -31,9 +31,9 @@ class HiddenLayer:
 
 
 def hidden_layers(model: nn.Module, config: ModelConfig) -> dict[str, HiddenLayer]:
-    """Return by name the layers of `ModelConfig.mlps` whose neurons can go; the last layer of an MLP stays.
+    """Return, by name, the layers of `ModelConfig.mlps` whose neurons can be pruned; the last layer of an MLP cannot.
 
-    Those of layers that are normalised stay too: a neuron is then a part of what the others give.
+    Nor can layers that are normalised: there the outputs of neurons depend on each other.
     """
     modules, layers = dict(model.named_modules()), dict[str, HiddenLayer]()
     for key, path in config.mlps.items():
@@ -52,7 +52,7 @@ def hidden_layers(model: nn.Module, config: ModelConfig) -> dict[str, HiddenLaye
 def without_neurons(
     parameter: str, tensor: torch.Tensor, layers: Mapping[str, HiddenLayer], kept: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return a parameter, or what an optimizer holds for its elements, rows or columns, without neurons not kept.
+    """Return a parameter, or an optimizer's state of its elements, rows or columns, with kept neurons only.
 
     Args:
         kept: by layer, bool [width].
@@ -67,7 +67,7 @@ def without_neurons(
 
 
 def narrower(config: ModelConfig, layers: Mapping[str, HiddenLayer], kept: Mapping[str, torch.Tensor]) -> Any:
-    """Return the model's section with the widths that are left."""
+    """Return the model's section with the widths after pruning."""
     widths: dict[str, Any] = {layers[name].key: list(getattr(config, layers[name].key)) for name in kept}
     for name, marks in kept.items():
         widths[layers[name].key][layers[name].place] = int(marks.sum())

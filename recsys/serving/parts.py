@@ -1,8 +1,7 @@
-"""A folder of Parquet files that all ranks write, block by block; who begins again goes on behind the last one.
+"""Folder of Parquet files that all ranks write, block by block; an interrupted command goes on after the last block.
 
-The rows are cut into blocks. Of a block every rank takes rows that follow each other, and writes them to a part file of
-its own, so that the parts in the order of their names have the rows in theirs. When all parts of a block are there, the
-block is noted as done.
+The rows are cut into blocks. Each rank writes consecutive rows of a block to a part file of its own, so that the parts,
+sorted by name, have the rows in order. When all parts of a block are written, the block is recorded as done.
 """
 
 import json
@@ -23,18 +22,18 @@ from recsys.runtime.parquet import write_parquet
 from recsys.runtime.run_lock import RunLock, beside_lock
 from recsys.runtime.world import World
 
-BLOCK_ROWS = 1 << 20  # about, which an interruption costs
-_STATE = "_state.json"  # readers of Parquet folders leave out what begins so
+BLOCK_ROWS = 1 << 20  # about; an interruption costs that many
+_STATE = "_state.json"  # readers of Parquet folders skip names with an underscore in front
 _SHAPE = {"task": {}, "rows": [int], "done": int}
 
 
 @dataclass
 class Parts:
-    """How much of a folder is done.
+    """State of a folder that is being written.
 
     Attributes:
-        task: what is to be written. rows: of each block. done: blocks that are.
-        progress: shows it, while it is written.
+        task: describes the content. rows: of each block. done: number of blocks that are written.
+        progress: display, while the folder is being written.
     """
 
     folder: Path
@@ -45,13 +44,13 @@ class Parts:
 
     @classmethod
     def begin(cls, folder: Path, task: dict[str, Any], rows: list[int], lock: RunLock) -> "Parts":
-        """Make or take a folder, and remove of an interrupted attempt what its blocks were not finished of.
+        """Make or reuse a folder, and remove parts of an unfinished block of an interrupted attempt.
 
         Args:
-            lock: is taken before anything in the folder is looked at, which another process may be writing.
+            lock: taken before the folder is read, which another process may be writing.
 
         Raises:
-            UserError: it holds something else, or another process writes to it.
+            UserError: the folder holds something else, or another process writes to it.
         """
         parts = cls(folder, json.loads(json.dumps(task)), rows)
         if folder.exists() and not folder.is_dir():
@@ -76,16 +75,16 @@ class Parts:
         """Write the blocks that are not done; collective.
 
         Args:
-            lock: of the folder, on the rank that has taken it.
-            tables_of: gives this rank's rows of a block, in order.
+            lock: of the folder, held on rank 0.
+            tables_of: yields this rank's rows of a block, in order.
 
         Raises:
-            UserError: another process has taken the folder over.
+            UserError: another process has taken over the folder.
         """
         with Task("writing", sum(self.rows), "rows", world.rank == 0) as self.progress:
             while not self.is_done:
                 write_parquet(self.folder / f"part-{self.done:05d}-{world.rank:05d}.parquet", tables_of(self.done))
-                give_unused_back()  # a block's loader and pipeline leave holes, that those of the next do not fit into
+                give_unused_back()  # a block's loader and pipeline leave holes in the heap, too small for the next ones
                 world.barrier()
                 lock.check(now=True)
                 self.done += 1
@@ -94,23 +93,23 @@ class Parts:
         logger.info("done: %d rows in %s", sum(self.rows), self.folder)
 
     def show(self, rows: int) -> None:
-        """Take note of how many rows are done of the block that is under way, over all ranks."""
+        """Show progress: the number of rows of the current block that are done, over all ranks."""
         if self.progress is not None:
             self.progress.done = sum(self.rows[: self.done]) + min(rows, self.rows[self.done])
 
     def _done_before(self) -> int:
-        other = "name another folder, or remove it"
+        remedy = "name another folder, or remove it"
         try:
             content = json.loads((self.folder / _STATE).read_text())
         except (OSError, ValueError):
             content = None
         if misfit(content, _SHAPE) or not 0 <= content["done"] <= len(content["rows"]):
-            raise UserError(f"'{self.folder}' is not empty, and holds nothing to go on with; {other}")
+            raise UserError(f"'{self.folder}' is not empty, and holds nothing to go on with; {remedy}")
         task = content["task"]
         differing = [key for key in {**self.task, **task} if self.task.get(key) != task.get(key)]
         if differing or content["rows"] != self.rows:
             what = ", ".join(differing) or "rows"
-            raise UserError(f"'{self.folder}' holds what something else gave (other {what}); {other}")
+            raise UserError(f"'{self.folder}' holds what something else gave (other {what}); {remedy}")
         return int(content["done"])
 
     def _save(self) -> None:

@@ -35,12 +35,12 @@ def predict(run: Finished, data: str | list[str], out: Path, keep: Sequence[str]
     """Write a folder of Parquet files with the scores of all rows; return the exit status, 0.
 
     Args:
-        data: as data.test: a directory, glob, file, or list of these. Labels need not be there.
-        out: a folder that is not there, is empty, or holds the same predictions, unfinished.
+        data: as data.test: a directory, glob, file, or list of these; it needs no labels.
+        out: a folder that does not exist, is empty, or holds the same predictions, unfinished.
         keep: columns of the data to write beside `score`; default: those of ids that the model reads, without lists.
 
     Raises:
-        UserError: data that do not fit the model, or a folder that holds other things.
+        UserError: the data do not fit the model, or the folder holds something else.
     """
     return write_results(run, out, run.given("rows", data, keep), {}, scores_of_rows, keep)
 
@@ -77,11 +77,11 @@ def write_results(
     roles: Sequence[str] = (),
     then: Callable[[OpenRun], None] = lambda opened: None,
 ) -> int:
-    """Write what a model gives for rows, block by block, on all ranks; return the exit status, 0.
+    """Write a model's results for rows, block by block, on all ranks; return the exit status, 0.
 
     Args:
-        settings: what else it depends on, so that another task does not go on with the folder.
-        roles: datasets of the config that are needed besides. then: called at the end, on all ranks.
+        settings: other settings that results depend on, so that no other task goes on with the folder.
+        roles: datasets of the config to open too. then: called at the end, on all ranks.
     """
     quiet_libraries()
     config = run.config
@@ -108,10 +108,10 @@ def write_blocks(
     results_of: Callable[[OpenRun], Results],
     then: Callable[[OpenRun], None] = lambda opened: None,
 ) -> None:
-    """Write what a model gives for the rows of a role, without those that are there; collective.
+    """Write a model's results for the rows of a role, except blocks that are written already; collective.
 
     Args:
-        task: what is written, with the `columns` that are kept. then: called at the end, while the folder is locked.
+        task: as of `Parts`, with the `columns` to keep. then: called at the end, while the folder is locked.
     """
     inputs, world = opened.inputs, opened.world
     blocks = _blocks(inputs.datasets[role])
@@ -130,7 +130,7 @@ def write_blocks(
 
 
 def kept_columns(keep: Sequence[str] | None, inputs: Inputs, role: str) -> list[str]:
-    """Return the columns to keep: those asked for, or those of ids that the model reads, without lists and crosses."""
+    """Return the columns to keep: those in `keep`, else those of ids that the model reads, but no lists or crosses."""
     if keep is not None:
         return list(dict.fromkeys(keep))
     config, schema = inputs.config, inputs.datasets[role].schema
@@ -140,7 +140,7 @@ def kept_columns(keep: Sequence[str] | None, inputs: Inputs, role: str) -> list[
 
 
 def _blocks(dataset: Dataset) -> list[Dataset]:
-    """Return parts of a dataset, of whole row groups."""
+    """Return a dataset in blocks of whole row groups."""
     rows = dataset.row_groups.num_rows
     block = (np.cumsum(rows) - rows) // BLOCK_ROWS
     return [narrowed(dataset, np.where(block == number, rows, 0)) for number in np.unique(block)]
@@ -150,10 +150,10 @@ def _blocks(dataset: Dataset) -> list[Dataset]:
 def scored(
     opened: OpenRun, loader: Loader, columns: list[str], results: Results, show: Callable[[int], None]
 ) -> Iterator[pa.Table]:
-    """Yield this rank's rows of a loader, batch by batch: columns that are kept, and results; collective.
+    """Yield this rank's rows of a loader, batch by batch: kept columns and results; collective.
 
     Args:
-        show: told how many rows are done on all ranks.
+        show: called with the number of rows that are done on all ranks.
     """
     kept, rows = KeptRows(loader, columns), 0
     for output in outputs_of(opened.inputs, opened.model, loader):
@@ -171,7 +171,7 @@ class KeptRows:
     """Columns of this rank's rows as they are in the files, in order.
 
     Args:
-        numbered: column `NUMBER` has the rows' places in the dataset, int64.
+        numbered: add column `NUMBER` with the rows' places in the dataset, int64.
     """
 
     def __init__(self, loader: Loader, columns: list[str], numbered: bool = False) -> None:
@@ -184,15 +184,15 @@ class KeptRows:
 
     def take(self, num_rows: int) -> pa.Table:
         """Return the next rows."""
-        pieces = [self._pending]
-        while self._schema.names and sum(map(len, pieces)) < num_rows:
-            pieces.append(self._read(next(self._segments)).cast(self._schema))
-        rows = pa.concat_tables(pieces)
+        tables = [self._pending]
+        while self._schema.names and sum(map(len, tables)) < num_rows:
+            tables.append(self._read(next(self._segments)).cast(self._schema))
+        rows = pa.concat_tables(tables)
         self._pending = rows.slice(num_rows)
         return rows.slice(0, num_rows)
 
     def _read(self, segment: Segment) -> pa.Table:
-        """Return the columns of a segment; there may be none but the rows' numbers."""
+        """Return the columns of a segment; the rows' numbers may be the only one."""
         if NUMBER not in self._schema.names:
             return self._reader.read(segment)
         rows = pa.table({NUMBER: self._begins[segment.number] + np.arange(segment.start, segment.stop)})
@@ -200,7 +200,7 @@ class KeptRows:
 
 
 def scores_of_rows(opened: OpenRun) -> Results:
-    """Return what the model predicts of rows."""
+    """Return a function from the model's outputs to a table of its predictions."""
     model = opened.model.module.dense.model
 
     def results(output: StepOutput) -> pa.Table:
@@ -211,7 +211,7 @@ def scores_of_rows(opened: OpenRun) -> Results:
 
 
 def best_of_users(opened: OpenRun, k: int) -> Results:
-    """Return the best items of users, by raw id, with their scores."""
+    """Return a function from the model's outputs to the best items of users, by raw id, with their scores."""
     items, corpus = opened.items, opened.inputs.corpus
     assert corpus is not None
 
@@ -228,7 +228,7 @@ def best_of_users(opened: OpenRun, k: int) -> Results:
 
 @contextmanager
 def naming_data() -> Iterator[None]:
-    """Let errors name the argument DATA as what it is."""
+    """Make errors call the argument DATA by its name, not a config key."""
     try:
         yield
     except UserError as error:

@@ -1,8 +1,8 @@
-"""Publishing while training goes on: an export, then what has changed since, for scorers that follow.
+"""Publishing during training: an export, then changes to it, for scorers that follow.
 
 A publication is a folder of `train.publish.dir`: `base-NUMBER` is an export, `delta-NUMBER` has the rows of tables that
-training has touched since the one before, and the dense part. It appears whole, under the next number. A folder belongs
-to one run at a time.
+training has touched since the publication before, and the dense part. It appears complete, under the next number.
+`train.publish.dir` belongs to one run at a time.
 """
 
 import json
@@ -33,17 +33,17 @@ from recsys.tables.bytes import PUBLISHED_BYTES
 from recsys.tables.touched import TouchedRows
 from recsys.training.build import Built
 
-# What a killed process leaves half written: of an export, of a rebase or of a delta.
+# Names of folders that a killed process leaves half written: of an export, of a rebase or of a delta.
 _HALF_WRITTEN = re.compile(r"\.base-\d+\.\w+|(?:base|delta)-\d+" + re.escape(ASIDE))
 
 
 class Publisher:
     """Publishes a model in training; every rank has one, enters it, and calls `publish` at the same steps.
 
-    The first publication of a process is a base, since what an earlier one has published may be ahead of the checkpoint
-    that training goes on from. Once the deltas have more bytes than the base, both are written as a base, too.
+    The first publication of a process is a base, since those of an earlier process may be ahead of the checkpoint that
+    training goes on from. Once the deltas have more bytes than the base, both are also written as a new base.
 
-    Entering it locks the folder.
+    Entering a publisher locks the folder.
 
     Raises:
         UserError: the folder cannot be written, holds something else or is another run's, or a package that exports
@@ -57,8 +57,8 @@ class Publisher:
         self._touched = TouchedRows(built.model, inputs.config)
         self._lock = RunLock("config key 'train.publish.dir': another run publishes to '{}'")
         self._number = 0
-        self._base: dict[str, Any] | None = None  # its manifest, while deltas can follow; of rank 0
-        self._last = ""  # checksum of the manifest that was published last
+        self._base: dict[str, Any] | None = None  # manifest of the base that deltas can follow, on rank 0; None: none
+        self._last = ""  # checksum of the last manifest
         self._delta_bytes = 0
         self._published_at = time.monotonic()
 
@@ -70,7 +70,7 @@ class Publisher:
         self._lock.release()
 
     def asks(self, step: int) -> bool:
-        """Return whether this rank asks for a publication after a step; all ranks hear of it with the step's sums."""
+        """Return whether this rank asks for a publication after a step; all ranks learn it with the step's totals."""
         if self._world.rank != 0:
             return False
         if self._settings.every_steps is not None:
@@ -80,7 +80,7 @@ class Publisher:
     def publish(self, step: int, save: Callable[[], Path]) -> None:
         """Publish the model as it is after a step; collective.
 
-        What cannot be written is told in the log, and training goes on: the next publication is a base then.
+        If it cannot be written, the reason is logged, and training goes on; the next publication is a base then.
 
         Args:
             save: writes a checkpoint of this step, waits for it, and returns its folder.
@@ -94,7 +94,7 @@ class Publisher:
         self._published_at = time.monotonic()
 
     def _publish(self, step: int, write: Callable[[], str | None]) -> bool:
-        """Write one publication and tell of it in the log; return whether it succeeded."""
+        """Write one publication and log it; return whether it succeeded."""
         start, problem = time.monotonic(), write()
         self._number = self._world.from_rank_zero(lambda: self._number)
         if problem is None:
@@ -114,9 +114,9 @@ class Publisher:
         return self._delta_bytes > sum(file["bytes"] for file in self._base["files"].values())
 
     def _write_base(self, checkpoint: Path) -> None:
-        """Export the checkpoint, in a process of its own, whose memory ends with it.
+        """Export the checkpoint, in a process of its own, so that its memory is freed.
 
-        Where the folder was removed meanwhile, or another run had it, it is locked anew.
+        If the folder was removed, or taken by another run, meanwhile, it is locked again.
         """
         if self._lock.lost():
             self._lock.release()
@@ -125,12 +125,12 @@ class Publisher:
         self._begin(run_command("export", str(checkpoint), str(self._next_base), *options, shown=False))
 
     def _rebase(self) -> None:
-        """Make a base of the last one and its deltas, in a process without torch."""
+        """Write a base from the last one and its deltas, in a process without torch."""
         self._check_lock()
         self._begin(run_command(str(self._next_base), module="recsys.serving.rebase", shown=False))
 
     def _check_lock(self) -> None:
-        """Raise a UserError where the folder is this run's no longer."""
+        """Raise a UserError if the folder no longer belongs to this run."""
         if lost := self._lock.lost():
             raise UserError(lost)
 
@@ -141,21 +141,21 @@ class Publisher:
     def _begin(self, problem: UserError | None) -> None:
         """Go on from the base that has been written, unless there was a problem."""
         if problem is not None:
-            self._remove_old(bases_kept=1)  # on a full disk nothing else ever makes room for a base
+            self._remove_old(bases_kept=1)  # on a full disk nothing else makes room for a base
             raise problem
         self._base = json.loads((self._next_base / MANIFEST).read_text())
         self._last, self._delta_bytes = self._base["sha256"], 0
         self._remove_old()
 
     def _remove_old(self, bases_kept: int = 2) -> None:
-        """Remove what came before the last bases, by default before the last but one, which scorers may still read."""
+        """Remove publications before the last bases, by default the last two, as scorers may still read the first."""
         bases = sorted(path for path in self._folder.glob("base-*") if number_of(path))
         for path in self._folder.iterdir():
             if len(bases) >= bases_kept and 0 < number_of(path) < number_of(bases[-bases_kept]):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _write_delta(self, step: int) -> str | None:
-        """Write what has changed; return on every rank what went wrong, if anything."""
+        """Write a delta; return on every rank the problem, if there is one."""
         name = f"delta-{self._number:09d}"
         files = Files(self._folder / (name + ASIDE))
         problem = None
@@ -165,30 +165,32 @@ class Publisher:
             chunks = self._changed_rows(table, value)
             if self._world.rank == 0 and problem is None:
                 problem = _problem_of(partial(files.write, f"tables/{table}.bin", chunks))
-            deque(chunks, maxlen=0)  # the other ranks, or after an error, take part in what is left
+            deque(chunks, maxlen=0)  # other ranks, and rank 0 after an error, take part in the remaining collectives
         return self._world.from_rank_zero(lambda: problem or self._completed(step, files, self._folder / name))
 
     def _changed_rows(self, table: str, value: Any) -> Iterator[np.ndarray]:
-        """Yield on rank 0 the rows of a table that training has touched, some at a time; collective.
+        """Yield, on rank 0, the rows of a table that training has touched, in chunks; collective.
 
-        They are uint8 [rows, 8 + stride]: the number of the row, then its bytes as in the base.
+        A chunk is uint8 [rows, 8 + stride]: the number of each row, then its bytes in the base's encoding.
         """
         num_rows, dim = self._config.tables[table].num_embeddings, self._config.tables[table].embedding_dim
         step = max(1, PUBLISHED_BYTES // (4 * dim))
         for start in range(0, num_rows, step):
             own = self._touched.take(table, value, start, start + step)
-            parts = [part for of_rank in self._gather(own) for part in of_rank]
-            if parts:
-                rows = torch.cat([rows for _, rows, _ in parts]).unique()
+            shards = [shard for of_rank in self._gather(own) for shard in of_rank]
+            if shards:
+                rows = torch.cat([rows for _, rows, _ in shards]).unique()
                 vectors = torch.empty(len(rows), dim)
-                for column, some, weights in parts:
-                    vectors[torch.searchsorted(rows, some), column : column + weights.shape[1]] = weights.float()
+                for column, rows_of_shard, weights in shards:
+                    vectors[torch.searchsorted(rows, rows_of_shard), column : column + weights.shape[1]] = (
+                        weights.float()
+                    )
                 assert self._base is not None
                 coded = encoded(vectors, self._base["tables"][table]["vectors"]["encoding"])
                 yield torch.cat([rows[:, None].view(torch.uint8), coded], dim=1).numpy()
 
     def _gather(self, value: Any) -> list[Any]:
-        """Return every rank's value on rank 0, and nothing elsewhere."""
+        """Return the values of all ranks on rank 0, and an empty list on others."""
         if self._world.world_size == 1:
             return [value]
         values = [None] * self._world.world_size if self._world.rank == 0 else None
@@ -196,13 +198,13 @@ class Publisher:
         return values or []
 
     def _completed(self, step: int, files: Files, final: Path) -> str | None:
-        """Complete a delta; return what went wrong, if anything, when nothing of it is left."""
+        """Complete a delta; return the problem, if there is one, after the delta has been removed."""
         if problem := _problem_of(lambda: self._complete(step, files, final)):
             shutil.rmtree(files.folder, ignore_errors=True)
         return problem
 
     def _complete(self, step: int, files: Files, final: Path) -> None:
-        """Write the dense part and what tells of all, and let the delta appear."""
+        """Write the dense part and the manifest, and rename the delta to its final name."""
         files.write(WEIGHTS, weight_chunks(self._built.dense_model))
         content: dict[str, Any] = {"format": FORMAT, "number": self._number, "step": step, "follows": self._last}
         content["files"] = files.entries
@@ -218,7 +220,7 @@ class Publisher:
 
 
 def next_number(folder: Path, lock: RunLock) -> int:
-    """Lock a folder, unless it is, remove what a killed process has left half written, and return the next number.
+    """Lock a folder, unless it is locked, remove half-written publications, and return the next number.
 
     Raises:
         UserError: it cannot be written, holds something else or is another run's, or a package that exports need is
@@ -227,9 +229,9 @@ def next_number(folder: Path, lock: RunLock) -> int:
     check_packages()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Hidden files are let be: shares, desktops and version control have them, and none of them is a publication.
-        others = [path.name for path in folder.iterdir() if not (number_of(path) or path.name.startswith("."))]
-        if foreign := [name for name in others if not _HALF_WRITTEN.fullmatch(name)]:
+        # Hidden files are ignored: shares, desktops and version control make them, and none is a publication.
+        names = [path.name for path in folder.iterdir() if not (number_of(path) or path.name.startswith("."))]
+        if foreign := [name for name in names if not _HALF_WRITTEN.fullmatch(name)]:
             raise UserError(
                 f"config key 'train.publish.dir': '{folder}' holds '{min(foreign)}', which was not published; name "
                 f"another folder"
@@ -245,7 +247,7 @@ def next_number(folder: Path, lock: RunLock) -> int:
 
 
 def _problem_of(action: Callable[[], Any]) -> str | None:
-    """Return why something could not be written, or None."""
+    """Call a function that writes; return why it failed, or None."""
     try:
         action()
     except OSError as error:

@@ -1,9 +1,9 @@
-"""A base made of the last one and the deltas after it, in a process without torch.
+"""A base written from the last one and the deltas after it, in a process without torch.
 
     python -m recsys.serving.rebase OUT
 
-OUT is the next name in the folder of `train.publish`. What no delta changes is linked from the last base; `dense.pt2`,
-torch's own program with its weights in it, is in whole exports alone.
+OUT is the next name in the folder of `train.publish`. Files that no delta changes are linked from the last base;
+`dense.pt2`, torch's own program, which contains its weights, is in exports alone.
 """
 
 import json
@@ -20,23 +20,23 @@ from recsys.runtime.files import replace_file, sync
 from recsys.runtime.launch import end_with_parent
 from recsys.serving.score import MANIFEST, ExportError, Scorer, checksum, read_manifest, sha256
 
-ASIDE = ".tmp"  # of what is being written
+ASIDE = ".tmp"  # suffix of a publication that is being written
 WEIGHTS = "dense.bin"
 _PROGRAM = "dense.pt2"
 _ROWS_AT_ONCE = 1 << 16
 
 
 def number_of(publication: Path) -> int:
-    """Return the number of a publication by its name, 0 of what is none."""
+    """Return the number of a publication by its name, or 0 if it is none."""
     name = re.fullmatch(r"(?:base|delta)-(\d+)", publication.name)
     return int(name[1]) if name else 0
 
 
 def rebase(out: Path) -> None:
-    """Write the newest base and the deltas between it and `out` as one base; all of their files are verified before.
+    """Write the newest base and the deltas between it and `out` as one base, after verifying all of their files.
 
     Raises:
-        ExportError: a file is not what was published, or a delta is missing. OSError: one cannot be written.
+        ExportError: a file is corrupt, or a delta is missing. OSError: a file cannot be written.
     """
     base = max(out.parent.glob("base-*"), key=number_of, default=out.parent / "base-000000000")
     deltas = [out.parent / f"delta-{number:09d}" for number in range(number_of(base) + 1, number_of(out))]
@@ -61,7 +61,7 @@ def rebase(out: Path) -> None:
 def _write(new: "_Base", base: Path, deltas: list[Path]) -> None:
     manifest, folder = new.manifest, new.folder
     files = {name: table["vectors"] for name, table in manifest["tables"].items()}
-    items = manifest.pop("items", None)  # until there are vectors of them
+    items = manifest.pop("items", None)  # until their vectors are written
     changed = {MANIFEST, WEIGHTS, _PROGRAM, *(entry["file"] for entry in files.values())}
     changed |= {items["vectors"]["file"]} if items else set()
     new.link(base, changed)
@@ -92,7 +92,7 @@ class _Base:
         self.folder, self.manifest = folder, manifest
 
     def link(self, base: Path, changed: set[str]) -> None:
-        """Link the files of another base, those that have changed left out."""
+        """Link the files of another base, except those that have changed."""
         for path in sorted(base.rglob("*")):
             name = path.relative_to(base)
             (self.folder / name).parent.mkdir(exist_ok=True)
@@ -103,20 +103,20 @@ class _Base:
                     shutil.copyfile(path, self.folder / name)
 
     def add(self, name: str) -> None:
-        """Sync a file, and say in the manifest what it holds."""
+        """Sync a file, and add its size and checksum to the manifest."""
         path, entry = self.folder / name, self.manifest["files"].get(name, {"always_verified": False})
         sync(path)
         self.manifest["files"][name] = {**entry, "bytes": path.stat().st_size, "sha256": sha256(path)}
 
     def write_manifest(self) -> None:
-        """Write what the folder holds so far."""
+        """Write the manifest with the files so far."""
         self.manifest["sha256"] = checksum(self.manifest)
         text = json.dumps(self.manifest, indent=1, ensure_ascii=False)
         replace_file(self.folder / MANIFEST, text + "\n")
 
 
 def _overwrite(path: Path, entry: dict[str, Any], changes: list[Path]) -> None:
-    """Write the rows of deltas, records of number and bytes, over those of a table; the last ones stay."""
+    """Overwrite rows of a table by those of deltas, records of number and bytes; later deltas win."""
     rows = np.memmap(path, np.uint8, "r+", shape=(entry["rows"], entry["stride"]))
     record = np.dtype([("row", "<i8"), ("bytes", np.uint8, entry["stride"])])
     for change in changes:

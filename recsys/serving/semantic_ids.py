@@ -1,4 +1,4 @@
-"""Semantic ids: a few small codes for each item, alike for items whose vectors are alike (arXiv:2305.05065)."""
+"""Semantic ids: a few small codes for each item, similar for items with similar vectors (arXiv:2305.05065)."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,35 +25,35 @@ class Codes:
     """Codes of vectors.
 
     Attributes:
-        codes: int64 [vectors, levels], each from 0. left: after each level, the share of the vectors' variance that
-            the centres do not give yet.
+        codes: int64 [vectors, levels], each from 0. unexplained: share of the vectors' variance that the centres up to
+            each level leave.
     """
 
     codes: np.ndarray
-    left: list[float]
+    unexplained: list[float]
 
 
 def residual_codes(vectors: np.ndarray, levels: int, number: int, seed: int) -> Codes:
-    """Return codes by residual k-means: each level tells of what the centres of the levels before leave of a vector.
+    """Return codes by residual k-means: each level clusters what the centres of the levels before leave of the vectors.
 
     Args:
         vectors: float32 [vectors, dim]. number: of codes of a level.
     """
-    rest = vectors - vectors.mean(0)
-    total, generator = float(np.square(rest).sum()) or 1.0, np.random.default_rng(seed)
-    codes, left = [], []
+    residuals = vectors - vectors.mean(0)
+    total, generator = float(np.square(residuals).sum()) or 1.0, np.random.default_rng(seed)
+    codes, unexplained = [], []
     for _ in range(levels):
-        centres, nearest = _k_means(rest, min(number, len(rest)), generator)
-        rest = rest - centres[nearest]
+        centres, nearest = _k_means(residuals, min(number, len(residuals)), generator)
+        residuals = residuals - centres[nearest]
         codes.append(nearest)
-        left.append(float(np.square(rest).sum()) / total)
-    return Codes(np.stack(codes, axis=1), left)
+        unexplained.append(float(np.square(residuals).sum()) / total)
+    return Codes(np.stack(codes, axis=1), unexplained)
 
 
 def _k_means(points: np.ndarray, number: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return centres, [number, dim], and the nearest of each point; Lloyd's, begun as k-means++ begins.
+    """Return centres, [number, dim], and the nearest of each point, by Lloyd's algorithm from k-means++ seeds.
 
-    Of fewer points that differ than centres, some centres are equal, and the later ones of these have no points.
+    If fewer points are distinct than there are centres, some centres are equal, and the later ones have no points.
     """
     centres = points[[generator.integers(len(points))]]
     distances = np.square(points - centres[0]).sum(1)
@@ -66,7 +66,7 @@ def _k_means(points: np.ndarray, number: int, generator: np.random.Generator) ->
     for _ in range(_MOST_ROUNDS):
         before, (nearest, distances) = nearest, _nearest(points, centres)
         counts = np.bincount(nearest, minlength=number)
-        # A centre without points goes to those that are farthest from theirs.
+        # Centres without points get the points that are farthest from their own centres.
         farthest = iter(np.argsort(-distances, kind="stable"))
         for empty in np.flatnonzero(counts == 0):
             nearest[next(farthest)] = empty
@@ -77,11 +77,11 @@ def _k_means(points: np.ndarray, number: int, generator: np.random.Generator) ->
         present = np.unique(nearest)
         sums = np.add.reduceat(points[order], first[present])
         centres[present] = sums / np.bincount(nearest, minlength=number)[present, None]
-    return centres, _nearest(points, centres)[0]  # not those moved to centres without points, which has parted equals
+    return centres, _nearest(points, centres)[0]  # computed again, since moving points may have parted equal ones
 
 
 def _nearest(points: np.ndarray, centres: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return of each point the nearest centre, of several the first, and its squared distance."""
+    """Return the nearest centre of each point, of equally near ones the first, and its squared distance."""
     nearest, distances = np.empty(len(points), np.int64), np.empty(len(points), np.float32)
     squares = np.square(centres).sum(1)
     step = max(1, _AT_ONCE // len(centres))
@@ -94,7 +94,7 @@ def _nearest(points: np.ndarray, centres: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def semantic_ids(source: Path, out: Path, levels: int, number: int, seed: int) -> Iterator[str]:
-    """Write a Parquet file of codes by item; yield what is to be told of them.
+    """Write a Parquet file of codes by item; yield lines of a summary.
 
     Its columns are those of `source` but `vector`, then int64 `code_1` … and `same`, which numbers items of equal codes
     from 0.
@@ -116,20 +116,20 @@ def semantic_ids(source: Path, out: Path, levels: int, number: int, seed: int) -
         raise UserError(
             f"'{source}' has no vectors in a column 'vector'; name a folder of `recsys embeddings RUN item`"
         )
-    made = [*(f"code_{level + 1}" for level in range(levels)), _SAME]
-    if taken := [name for name in table.column_names if name in made]:
-        raise UserError(f"'{source}' has a column '{taken[0]}', which is to be written; rename it there")
+    new_columns = [*(f"code_{level + 1}" for level in range(levels)), _SAME]
+    if present := [name for name in table.column_names if name in new_columns]:
+        raise UserError(f"'{source}' has a column '{present[0]}', which is to be written; rename it there")
     codes = residual_codes(_vectors(table["vector"], source), levels, number, seed)
     _, alike = np.unique(codes.codes, axis=0, return_inverse=True)
     order = np.argsort(alike, kind="stable")
     same = np.empty(len(alike), np.int64)
     same[order] = np.arange(len(alike)) - np.searchsorted(alike[order], alike[order])
     table = table.drop_columns(["vector"])
-    for name, numbers in zip(made, [*codes.codes.T, same], strict=True):
+    for name, numbers in zip(new_columns, [*codes.codes.T, same], strict=True):
         table = table.append_column(name, pa.array(numbers))
     with replacing(out) as aside:
         pq.write_table(table, aside, compression="zstd", write_page_checksum=True)
-    for level, left in enumerate(codes.left, start=1):
+    for level, left in enumerate(codes.unexplained, start=1):
         yield f"level {level}: {left:.1%} of the variance left"
     different, most = int((same == 0).sum()), same.max() + 1
     yield f"{out}: {len(table):,} items, {different:,} different codes, {most:,} items of the same at most"

@@ -1,9 +1,9 @@
-"""The export beside this file over HTTP, by litserve: python serve.py; needs litserve beside what score.py needs.
+"""HTTP server of the export beside this file: python serve.py; it needs litserve and what score.py needs.
 
     curl localhost:8000/predict -H 'content-type: application/json' -d '{"user_id": [7, 7], "item_id": [3, 5]}'
 
-A request has a list for each column, a row for each candidate; the answer has one for each score. A mistake in the
-rows is answered by status 400 and its sentence.
+A request has a list for each column, with a value for each row; the answer has a list for each score. A mistake in the
+rows is answered by status 400 and a sentence on it.
 """
 
 import signal
@@ -31,6 +31,6 @@ class Scores(litserve.LitAPI):
 
 
 if __name__ == "__main__":
-    # litserve ends its processes after Ctrl-C; of another signal they would stay behind, and go on to answer.
+    # litserve ends its processes after Ctrl-C; after another signal they would stay, and go on to answer.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     litserve.LitServer(Scores()).run(port=8000)

@@ -1,4 +1,4 @@
-"""Trials of compressions on a finished run: its metrics with vectors quantised and rows pruned, in memory alone."""
+"""Trials of compressions of a finished run, in memory: its metrics with quantised vectors, pruned rows and neurons."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -30,17 +30,17 @@ from recsys.tables.spec import local_shards
 from recsys.tables.updates import table_tensors
 from recsys.training.evaluation import evaluate_dataset, evaluator_of
 
-_MARGIN = 1.645 * 2**0.5  # standard errors, of data tried and of other data: 95 % of the differences lie below
+_MARGIN = 1.645 * 2**0.5  # standard errors: 95 % of the differences between two data sets lie below
 
 
 @dataclass(frozen=True)
 class Pruning:
-    """Rows of a table that are kept, and what the others share.
+    """Rows of a table that are kept, and the vector that the others share.
 
     Attributes:
-        kept: bool [rows]; the null row is, and rows that were shared before are not.
-        weights: float32 [rows], of the rows not kept in the vector that they share; they add up to 1.
-        num_shared: rows with this vector that the table has afterwards.
+        kept: bool [rows]; True for the null row, False for rows that were shared before.
+        weights: float32 [rows], of the rows not kept in their shared vector; they add up to 1.
+        num_shared: number of rows with this vector after pruning.
     """
 
     kept: torch.Tensor
@@ -49,18 +49,18 @@ class Pruning:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the table afterwards."""
+        """Rows of the table after pruning."""
         return int(self.kept.sum()) + self.num_shared
 
 
 @dataclass(frozen=True)
 class Compression:
-    """What is done to a run.
+    """Compression of a run.
 
     Attributes:
-        codes: of vectors, by table. pruned: rows, by table.
-        neurons: those kept of `Trials.layers`, bool [width] by layer.
-        dense_int8: linear layers of the dense part are in INT8.
+        codes: of vectors, by table. pruned: prunings of rows, by table.
+        neurons: kept neurons of `Trials.layers`, bool [width] by layer.
+        dense_int8: whether linear layers of the dense part are in INT8.
     """
 
     codes: Mapping[str, RowCode] = field(default_factory=dict)
@@ -71,10 +71,10 @@ class Compression:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a compression loses of the metric; below 0 it gains.
+    """Loss of the metric by a compression; a negative one is a gain.
 
     Attributes:
-        value: on the rows that were tried. at_most: on 95 % of other data sets of as many rows of their kind.
+        value: on the data of the trials. at_most: upper bound for 95 % of other data sets of the same size and kind.
     """
 
     value: float
@@ -83,13 +83,13 @@ class Loss:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a compression comes to.
+    """Result of a compression.
 
     Attributes:
-        loss: of the metric of the data that trials go by.
-        metrics: of the data that trials go by; test: of data.test, where there is such beside.
-        seconds: that scoring the former took.
-        seen_bytes: of tables, over the rows of ids that data.train holds; all_bytes: over all rows.
+        loss: of the metric, on the data of the trials.
+        metrics: on the data of the trials. test: on data.test, if that is another dataset.
+        seconds: taken to score the data of the trials.
+        seen_bytes: of the rows of tables whose ids data.train holds. all_bytes: of all rows of tables.
         dense_bytes: of the dense part.
     """
 
@@ -103,7 +103,7 @@ class Trial:
 
 
 def looked_up_by_id(config: Config) -> Config:
-    """Return a config whose vectors can be quantised before they are summed, whatever its plans are."""
+    """Return a config in which all tables are looked up id by id, so that vectors can be quantised before pooling."""
     tables = {
         name: replace(
             table,
@@ -119,14 +119,15 @@ class Trials:
     """A finished run, opened to try compressions of its tables; collective.
 
     Args:
-        metric: by which they are compared. base: what they are compared with; default: the run itself.
+        metric: by which compressions are compared. base: trials whose first result losses are relative to; default:
+            the run itself.
 
     Attributes:
-        role: of the data that they are compared on: data.valid, or data.test without it.
-        config: of the opened run. facts: of it. source: its checkpoint.
-        counts: by table, how often data.train holds each of its rows, int64 [rows].
+        role: of the data for the comparison: data.valid, or data.test without it.
+        config, facts: of the opened run. source: its checkpoint.
+        counts: number of times that data.train holds each row, int64 [rows] by table.
         layers: of the dense part, whose neurons can be pruned.
-        base: what losses are counted from.
+        base: trial that losses are relative to.
     """
 
     def __init__(self, run: Finished, world: World, metric: str, base: "Trials | None" = None) -> None:
@@ -134,7 +135,7 @@ class Trials:
         if not roles:
             raise UserError("there is nothing to compare compressions on; set data.valid or data.test")
         self.role, self._has_test = roles[0], len(roles) > 1
-        in_order = run.in_order(world.world_size)  # so that rows of two trials are the same ones
+        in_order = run.in_order(world.world_size)  # so that two trials have the same rows in the same order
         opened = replace(in_order, config=looked_up_by_id(in_order.config))
         self._opened = OpenRun(opened, world, ["train", *roles, "items"])
         self.config, self.source = self._opened.inputs.config, self._opened.source
@@ -152,11 +153,11 @@ class Trials:
         self.base: Trial = base.base if base else self.run(self.given)
 
     def introduce(self) -> None:
-        """Tell in the log what runs where."""
+        """Log run, step and device."""
         self._opened.introduce()
 
     def run(self, compression: Compression) -> Trial:
-        """Return what a compression comes to."""
+        """Evaluate a compression on all its data, and measure its bytes."""
         self._apply(compression)
         start = time.monotonic()
         metrics, loss = self._evaluate()
@@ -166,7 +167,7 @@ class Trials:
         return Trial(loss, metrics, test, seconds, *sizes)
 
     def loss(self, compression: Compression, remark: str) -> Loss:
-        """Return how much of the metric a compression loses."""
+        """Return the loss of the metric by a compression; log it with a remark."""
         self._apply(compression)
         metrics, loss = self._evaluate()
         shown = {self.metric: metrics[self.metric], "lost": loss.value, "at_most": loss.at_most}
@@ -174,23 +175,23 @@ class Trials:
         return loss
 
     def _evaluate(self) -> tuple[dict[str, float], Loss]:
-        """Return the metrics, and how much worse than the first evaluation's, that of the run itself, the one is."""
+        """Return the metrics, and the loss of the one relative to the first evaluation, which is that of the run."""
         evaluator = evaluator_of(self._opened.inputs, self._opened.model, self.role, by_row=True)
         metrics = evaluator.compute(self.world)
         if np.isnan(metrics[self.metric]):
             raise UserError(f"--metric: {self.metric} is not a number on data.{self.role}; give other rows, or another")
-        influences = {}  # without them a loss is taken as it is
+        influences = {}  # without them the upper bound of a loss is the loss itself
         if isinstance(evaluator, (LabelEvaluator, RetrievalEvaluator)):
             influences = evaluator.influences(self.world)
         of_rows = influences.get(self.metric, np.zeros(0))
         self._first = self._first or (metrics[self.metric], of_rows)
         first, of_first = self._first
-        lost = first - metrics[self.metric] if is_higher_better(self.metric) else metrics[self.metric] - first
+        loss = first - metrics[self.metric] if is_higher_better(self.metric) else metrics[self.metric] - first
         error = float(np.linalg.norm(of_rows - of_first))
-        return metrics, Loss(lost, lost + _MARGIN * error)
+        return metrics, Loss(loss, loss + _MARGIN * error)
 
     def num_bytes(self, compression: Compression, seen: bool = True) -> int:
-        """Return the bytes of the tables' vectors, and of what tells the rows kept of those without a vocabulary."""
+        """Return the bytes of the tables' vectors, and of the bitmaps of kept rows of tables without a vocabulary."""
         total = 0
         for name, table in self.config.tables.items():
             pruning, rows = compression.pruned.get(name), table.num_embeddings
@@ -203,17 +204,17 @@ class Trials:
         return total
 
     def dense_bytes(self, compression: Compression) -> int:
-        """Return the bytes of the dense part's weights; a row in INT8 has a scale and a zero point beside."""
+        """Return the bytes of the dense part's weights; a row in INT8 has a scale and a zero point too."""
         model, total = self._opened.model.module.dense.model, 0
         rounded = {f"{name}.weight" for name, module in model.named_modules() if is_rounded(module)}
         for name, weights in model.named_parameters():
-            left = without_neurons(parameter_name(name), weights.detach(), self.layers, compression.neurons)
+            remaining = without_neurons(parameter_name(name), weights.detach(), self.layers, compression.neurons)
             in_int8 = compression.dense_int8 and name in rounded
-            total += left.numel() + 5 * len(left) if in_int8 else left.numel() * left.element_size()
+            total += remaining.numel() + 5 * len(remaining) if in_int8 else remaining.numel() * remaining.element_size()
         return total
 
     def num_shared(self, table: str) -> int:
-        """Return how many rows at the end of a table several ids share, which a further pruning joins."""
+        """Return the number of rows at the end of a table that several ids share; further pruning merges them."""
         settings = self.config.tables[table]
         return (
             settings.num_buckets
@@ -223,7 +224,7 @@ class Trials:
 
     @cached_property
     def norms(self) -> dict[str, np.ndarray]:
-        """By table the lengths of its vectors, float32 [rows]."""
+        """Lengths of the vectors, float32 [rows] by table."""
         lengths = {}
         for name, weights in self._weights.items():
             squares = torch.zeros(weights.size()[0])
@@ -233,21 +234,21 @@ class Trials:
         return lengths
 
     def gradients(self, compression: Compression) -> dict[str, np.ndarray]:
-        """Return by table the importance of its rows as `importances` has it, float32 [rows]."""
+        """Return the importance of rows as of `importances`, summed over ranks, float32 [rows] by table."""
         self._apply(compression)
         self._opened.model.eval()
         totals = importances(self._opened.inputs, self._opened.model.module, self.config)
         return {name: self.world.sum(total).numpy() for name, total in totals.items()}
 
     def neuron_gradients(self, compression: Compression) -> dict[str, np.ndarray]:
-        """Return by layer the importance of its neurons as `neuron_importances` has it, float32 [width]."""
+        """Return the importance of neurons as of `neuron_importances`, summed over ranks, float32 [width] by layer."""
         self._apply(compression)
         self._opened.model.eval()
         totals = neuron_importances(self._opened.inputs, self._opened.model.module, self.layers)
         return {name: self.world.sum(total).numpy() for name, total in totals.items()}
 
     def pruning(self, table: str, rows: Sequence[int] | np.ndarray) -> Pruning:
-        """Return a table's pruning of some rows, which share their mean by how often data.train holds each."""
+        """Return the pruning of some rows of a table, which share their mean weighted by counts in data.train."""
         counts = torch.from_numpy(self.counts[table])
         kept, shared = torch.ones(len(counts), dtype=torch.bool), self.num_shared(table)
         kept[torch.as_tensor(rows, dtype=torch.int64)] = False
@@ -259,14 +260,14 @@ class Trials:
         return Pruning(kept, (weights / weights.sum()).float(), max(1, shared))
 
     def kept_neurons(self, before: Compression, layer: str, neurons: np.ndarray) -> torch.Tensor:
-        """Return which neurons of a layer are kept without some more of them, bool [width]."""
+        """Return the kept neurons of a layer without some more of them, bool [width]."""
         kept = before.neurons.get(layer, torch.ones(self._read[layer].shape[1], dtype=torch.bool)).clone()
         kept[torch.from_numpy(neurons)] = False
         return kept
 
     @torch.no_grad()
     def shared_vector(self, table: str, pruning: Pruning) -> torch.Tensor:
-        """Return the vector, as it was trained, that a table's rows share which are not kept: [columns] FP32."""
+        """Return the shared vector, as trained, of the rows of a table that are not kept: [columns] FP32."""
         weights = self._weights[table]
         vector = torch.zeros(weights.size()[1])
         for (_, (row, column)), shard in zip(local_shards(weights), self._trained[table], strict=True):

@@ -33,7 +33,7 @@ def test_levels_are_groups_within_groups() -> None:
             (int(code), int(number)) for code, number in zip(found.codes[:, level], numbers[:, level], strict=True)
         }
         assert len(pairs) == GROUPS, "a code for each group"
-    assert found.left[0] < 0.02 and found.left[1] < 1e-4
+    assert found.unexplained[0] < 0.02 and found.unexplained[1] < 1e-4
     np.testing.assert_array_equal(residual_codes(vectors, 2, GROUPS, seed=0).codes, found.codes)
 
 
@@ -41,8 +41,8 @@ def test_fewer_vectors_than_codes_and_vectors_that_are_alike() -> None:
     few = np.array([[0.0, 1], [5, 5], [5, 5]], np.float32)
     found = residual_codes(few, 3, 256, seed=1)
     assert found.codes[1].tolist() == found.codes[2].tolist() and found.codes.max() < 3
-    assert found.left[-1] < 1e-9
-    assert residual_codes(np.zeros((4, 2), np.float32), 2, 2, seed=1).left == [0, 0]
+    assert found.unexplained[-1] < 1e-9
+    assert residual_codes(np.zeros((4, 2), np.float32), 2, 2, seed=1).unexplained == [0, 0]
 
 
 @pytest.mark.parametrize("seed", range(8))
