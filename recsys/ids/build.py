@@ -1,4 +1,4 @@
-"""The mapping of a table by its config, and which ids experts are looked up for."""
+"""Mappings of ids and routes to experts, built from the config of tables."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,8 +18,8 @@ def build_mapping(table: TableConfig, vocabulary: pa.Array | None = None, kept: 
     """Return the mapping that a table's config asks for.
 
     Args:
-        vocabulary: the ids with rows of their own, in the order of these; needed by mapping: vocabulary.
-        kept: the rows that were not pruned; num_embeddings is how many there are now.
+        vocabulary: the ids with rows of their own, in the order of the rows; needed by mapping: vocabulary.
+        kept: the rows that were not pruned; num_embeddings is the number of rows after pruning.
 
     Raises:
         UserError: num_embeddings is too small.
@@ -48,10 +48,10 @@ def build_mapping(table: TableConfig, vocabulary: pa.Array | None = None, kept: 
 
 
 def build_routes(tables: Mapping[str, TableConfig], mappings: Mapping[str, IdMapping]) -> dict[str, Route]:
-    """Return by table which ids it is looked up for, of the tables that are experts.
+    """Return the routes of the tables that are experts: the ids that each is looked up for.
 
     Args:
-        mappings: by table. Those of vocabularies that are not known yet are hashes, and the experts have equal shares.
+        mappings: by table. Before vocabularies are known they are hashes, and experts get equal shares of the ids.
     """
     routes: dict[str, Route] = {}
     for name, table in tables.items():

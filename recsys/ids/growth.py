@@ -1,4 +1,4 @@
-"""How a vocabulary grows from one run to the next: new ids behind the old ones, or in rows that these leave."""
+"""Growth of a vocabulary from one run to the next: new ids get rows behind the old ones, or rows of evicted ones."""
 
 from dataclasses import dataclass, field
 
@@ -11,12 +11,12 @@ from recsys.ids.vocabulary import choose_vocabulary, joined
 
 @dataclass(frozen=True)
 class KeptIds:
-    """What a vocabulary has of the run whose weights are taken.
+    """Ids that a vocabulary inherits from the run whose weights are loaded.
 
     Attributes:
-        num_ids: how many ids were there, which have its first rows.
-        evicted: places of those of them whose rows other ids have now, int64, ascending.
-        num_left_out: how many new ids are frequent enough, and have no row since there was no room.
+        num_ids: number of ids in that run, which had the first rows.
+        evicted: places of those whose rows other ids have now, int64, ascending.
+        num_left_out: number of new ids that are frequent enough, but found no free row.
     """
 
     num_ids: int
@@ -30,8 +30,8 @@ class Grown:
 
     Attributes:
         ids: in the order of rows.
-        unseen_runs: of each, in how many runs in a row data.train has not shown it, int32 [len(ids)].
-        kept: the ids among these that were there before.
+        unseen_runs: number of runs in a row in which data.train lacked each id, int32 [len(ids)].
+        kept: the inherited ids among these.
     """
 
     ids: pa.Array
@@ -47,17 +47,17 @@ def grow(
     max_size: int,
     evict_after: int | None,
 ) -> Grown:
-    """Return a vocabulary with new ids, the most frequent first; the others keep their places, unless evicted.
+    """Add new ids to a vocabulary, the most frequent first; the others keep their places, unless evicted.
 
-    An id that data.train lacks for `evict_after` runs in a row, this one included, may give its place to a new id: the
-    one longest unseen first, among equals the first. It stays if there are no more new ids.
+    An id that data.train has lacked for `evict_after` runs in a row, this one included, may give its place to a new id:
+    the longest unseen first, of equals the first in order. It stays if there are no more new ids.
 
     Args:
-        vocabulary: the ids so far, if there are any.
-        unseen_runs: of the first of these, before this run; 0 of the others.
-        counts: of ids in data.train, as `add_up` returns them; those of other tables left out.
-        min_count: new ids that are rarer get no place.
-        max_size: the most ids of the whole.
+        vocabulary: the ids so far, or None.
+        unseen_runs: of the first of these, before this run; 0 for the others.
+        counts: of the table's ids in data.train, as returned by `add_up`.
+        min_count: rarer new ids get no place.
+        max_size: most ids of the new vocabulary.
 
     Raises:
         UserError: ids are numbers on one side and texts on the other.

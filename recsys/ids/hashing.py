@@ -50,15 +50,15 @@ class IdKeys:
         scratch = np.empty((3, min(CHUNK, max(len(self.numbers), len(self.texts)))), np.uint64)
         by = increment(seed)
         for start in range(0, len(self.numbers), CHUNK):
-            part = self.numbers[start : start + CHUNK]
-            chunk = scratch[:, : len(part)]
+            keys = self.numbers[start : start + CHUNK]
+            chunk = scratch[:, : len(keys)]
             hashes = chunk[0]
-            hash_numbers(part, by, hashes, chunk[1])
+            hash_numbers(keys, by, hashes, chunk[1])
             yield start, chunk
         for start in range(0, len(self.texts), CHUNK):
-            part = self.texts.slice(start, CHUNK)
-            chunk = scratch[:, : len(part)]
-            _hash_texts(part, seed, chunk[0])
+            keys = self.texts.slice(start, CHUNK)
+            chunk = scratch[:, : len(keys)]
+            _hash_texts(keys, seed, chunk[0])
             yield len(self.numbers) + start, chunk
 
     def hashes(self, seed: int) -> np.ndarray:
@@ -104,7 +104,7 @@ def read_keys(ids: pa.Array) -> IdKeys:
 
 
 def is_text(dtype: pa.DataType) -> bool:
-    """Tell whether an Arrow type holds strings or bytes."""
+    """Return whether an Arrow type holds strings or bytes."""
     return dtype.id in _TEXTS
 
 
@@ -140,7 +140,7 @@ def remix(hashes: np.ndarray, seed: int, out: np.ndarray, scratch: np.ndarray) -
 
 
 def increment(seed: int) -> np.uint64:
-    """Return what is added to a number before it is mixed."""
+    """Return the number that is added to ids before mixing, by seed."""
     return np.uint64(INCREMENT * (seed + 1) % 2**64)
 
 
@@ -159,7 +159,7 @@ def _hash_texts(texts: pa.Array, seed: int, out: np.ndarray) -> None:
 
 
 def _split_dictionary(ids: pa.DictionaryArray) -> tuple[pa.Array, np.ndarray]:
-    """Return the dictionary's entries in use, and which of them each id is."""
+    """Return the dictionary's entries in use, and the index among these of each id."""
     _refuse_nulls(ids)
     indices = numpy_view(ids.indices)
     used = mark(indices, len(ids.dictionary))
@@ -169,13 +169,13 @@ def _split_dictionary(ids: pa.DictionaryArray) -> tuple[pa.Array, np.ndarray]:
 
 
 def _refuse_nulls(ids: pa.Array) -> None:
-    # NumPy would get integers with nulls as floats, and those above 2**53 as other numbers.
+    # NumPy would read integers with nulls as floats, and change those above 2**53.
     if ids.null_count:
         raise ValueError(f"ids hold {ids.null_count} nulls, which have no hash")
 
 
 def is_number(dtype: pa.DataType) -> bool:
-    """Tell whether an Arrow type holds numbers, booleans, or points or lengths of time."""
+    """Return whether an Arrow type holds numbers, booleans, dates, times or durations."""
     return (pa.types.is_primitive(dtype) or pa.types.is_decimal(dtype)) and not pa.types.is_interval(dtype)
 
 

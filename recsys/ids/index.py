@@ -1,4 +1,4 @@
-"""Places of ids in a list of distinct ids, by a hash table, and mappings by such a list."""
+"""Hash table of the places of ids in a list of distinct ids, and the mapping of a vocabulary."""
 
 import numpy as np
 import pyarrow as pa
@@ -14,43 +14,43 @@ _LAST = np.uint64(2**64 - 1)
 
 
 def index_bytes(num_ids: int, id_bytes: int) -> int:
-    """Return the bytes of an `IndexMapping` of ids that take `id_bytes` themselves: they, hashes and places."""
+    """Return the bytes of an `IndexMapping`: of the ids themselves (`id_bytes`), their hashes and places."""
     return id_bytes + (8 + _width(num_ids)) * (1 + num_ids) + _width(num_ids) * _num_places(num_ids)
 
 
 class IndexMapping(IdMapping):
-    """A raw id to its position in a list of distinct ids, -1 where it is not in it.
+    """Maps a raw id to its position in a list of distinct ids, or -1 if it is not in the list.
 
-    Inside, the first of the list is number 1, and an id that is not in it has number 0.
-    The hashes of the list stand in order, and the first bits of a hash are a place, which tells where those that begin
-    so stand. Most places have one hash or none, so that two looks, taken for whole columns at a time, find most ids,
-    and the others walk on. Integers have distinct hashes (see `hash_integers`), so the hash stands for the integer. A
-    text that a hash finds is compared itself.
+    Internally, the first id of the list has number 1, and an id that is not in it number 0.
+    The hashes of the list are sorted, and a table indexed by the first bits of a hash has the start of the hashes with
+    these bits. Most starts have one hash or none, so that two lookups, of whole columns at a time, find most ids, and
+    the others step on. Integers have distinct hashes (see `hash_integers`), so comparing hashes is enough. Texts with
+    equal hashes are compared themselves.
     """
 
     def __init__(self, ids: pa.Array, seed: int = 0) -> None:
-        """Take a list of ids without nulls.
+        """Build the hash table of a list of ids without nulls.
 
         Args:
             ids: numbers or texts, each once.
             seed: of the hashes by which they will be looked up.
 
         Raises:
-            UserError: an id is there twice, two texts have one hash, or decimals do not fit int64.
-            TypeError: the type is none of ids.
+            UserError: an id occurs twice, two texts have the same hash, or decimals do not fit int64.
+            TypeError: the type is not one of ids.
         """
         super().__init__(len(ids), seed)
         self._dtype = ids.type
         self._keys = _in_order(ids)
         hashes = self._keys.hashes(seed)
         order = np.argsort(hashes, kind="stable")
-        self._hashes = np.append(hashes[order], _LAST)  # which ends every walk, and has number 0
+        self._hashes = np.append(hashes[order], _LAST)  # the last one ends every search, and has number 0
         self._numbers = np.append(order + 1, 0).astype(f"i{_width(len(ids))}")
         for place in (self._hashes[1:-1] == self._hashes[:-2]).nonzero()[0][:1].tolist():
-            one, other = (self._shown(number - 1) for number in self._numbers[place : place + 2].tolist())
-            if one == other:
-                raise UserError(f"id {one} is there twice in a list of distinct ids; list it once")
-            raise UserError(f"ids {one} and {other} have one and the same 64-bit hash; rename one of them")
+            first, second = (self._shown(number - 1) for number in self._numbers[place : place + 2].tolist())
+            if first == second:
+                raise UserError(f"id {first} is there twice in a list of distinct ids; list it once")
+            raise UserError(f"ids {first} and {second} have one and the same 64-bit hash; rename one of them")
         self._shift = np.uint64(65 - _num_places(len(ids)).bit_length())
         ends = np.bincount((hashes >> self._shift).view(np.int64), minlength=_num_places(len(ids)))
         np.cumsum(ends, out=ends)
@@ -79,14 +79,14 @@ class IndexMapping(IdMapping):
             self._compare_texts(keys.texts.slice(start - len(keys.numbers), len(numbers)), numbers)
         elif keys.numbers.dtype.kind != self._keys.numbers.dtype.kind:
             # -1 and 2**64 - 1 have the same 64 bits.
-            part = keys.numbers[start : start + len(numbers)]
-            numbers[(part < 0) | (part > np.iinfo(np.int64).max)] = 0
+            values = keys.numbers[start : start + len(numbers)]
+            numbers[(values < 0) | (values > np.iinfo(np.int64).max)] = 0
         return numbers
 
     def _find_hashes(
         self, hashes: np.ndarray, places: np.ndarray | None = None, candidates: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the numbers of hashes as `_find` does, but of a text also where only the hash is in the list.
+        """Return the numbers of hashes as `_find` does, but without comparing texts.
 
         Args:
             hashes: uint64 [n].
@@ -111,14 +111,14 @@ class IndexMapping(IdMapping):
         return self._keys.texts[i].as_py().decode(errors="replace")
 
     def _compare_texts(self, texts: pa.Array, numbers: np.ndarray) -> None:
-        """Make 0, in place, the numbers of texts that are another than the one with their hash."""
+        """Set to 0, in place, the numbers of texts that differ from the listed text with the same hash."""
         places = numbers.nonzero()[0]
         same = pc.equal(texts.take(pa.array(places)), self._keys.texts.take(pa.array(numbers[places] - 1)))
         numbers[places[~same.to_numpy(zero_copy_only=False)]] = 0
 
 
 class VocabularyMapping(IndexMapping):
-    """The i-th id of a vocabulary to row 1 + i, any other by hash to one of the `num_buckets` rows after these."""
+    """Maps the i-th id of a vocabulary to row 1 + i, and any other by hash to one of the `num_buckets` rows behind."""
 
     def __init__(self, vocabulary: pa.Array, num_buckets: int, seed: int) -> None:
         super().__init__(vocabulary, seed)
@@ -173,5 +173,5 @@ def _num_places(num_ids: int) -> int:
 
 
 def _width(num_ids: int) -> int:
-    """Return the bytes of a number of so many ids."""
+    """Return the bytes of an integer that can count `num_ids` ids."""
     return 4 if num_ids + 1 < 2**31 else 8

@@ -1,4 +1,4 @@
-"""Tables of which rows were pruned: a bit for each row as it was, and a mapping to the rows that are left."""
+"""Kept rows of pruned tables: a bit for each row before pruning, and a mapping to the rows after it."""
 
 from pathlib import Path
 
@@ -15,20 +15,20 @@ _COLUMN, _WORD = "kept", 64
 
 
 class KeptRows:
-    """Which rows of a table are kept: these follow each other in their order, and the others share the row after them.
+    """Kept rows of a table: they follow each other in order, and all others share the row behind them.
 
-    A row takes a bit, and half of one for counts by which its place is found.
+    A row takes a bit, and half a bit for counts by which its place is computed.
 
     Args:
-        kept: [rows as they were], Arrow's booleans; that of the null row is true.
+        kept: [rows before pruning], Arrow's booleans; that of the null row is true.
 
     Attributes:
-        num_before: rows of the table as it was. num_rows: rows now, with the one that is shared.
+        num_before: rows before pruning. num_rows: rows after it, with the shared one.
     """
 
     def __init__(self, kept: pa.BooleanArray) -> None:
         self.kept, self.num_before = kept, len(kept)
-        # Arrow's bits are numbered from the lowest of a byte on, as those of a word are on machines that Arrow runs on.
+        # Arrow numbers bits from the lowest of a byte on, and so do words on the machines that Arrow runs on.
         words = np.zeros(-(-len(kept) // _WORD), np.uint64)
         packed = np.packbits(kept.to_numpy(zero_copy_only=False), bitorder="little")
         words.view(np.uint8)[: len(packed)] = packed
@@ -38,20 +38,20 @@ class KeptRows:
         self.num_rows = self._shared + 1
 
     def places(self, rows: np.ndarray) -> np.ndarray:
-        """Return where rows of the table as it was are now, int64 [rows]."""
+        """Return the places after pruning of rows before it, int64 [rows]."""
         words, bits = rows >> 6, (rows & (_WORD - 1)).astype(np.uint64)
-        word, one = self._words[words], np.uint64(1)
-        below = np.bitwise_count(word & ((one << bits) - one))
-        return np.where((word >> bits) & one, self._before[words] + below.astype(np.int64), self._shared)
+        word, bit = self._words[words], np.uint64(1)
+        below = np.bitwise_count(word & ((bit << bits) - bit))
+        return np.where((word >> bits) & bit, self._before[words] + below.astype(np.int64), self._shared)
 
     def write(self, path: Path) -> None:
-        """Write them as Parquet: a column kept."""
+        """Write a Parquet file with column `kept`."""
         with replacing(path) as aside:
             pq.write_table(pa.table({_COLUMN: self.kept}), aside, compression="zstd", write_page_checksum=True)
 
     @staticmethod
     def read(path: Path) -> "KeptRows":
-        """Read what `write` has written.
+        """Read a file of `write`.
 
         Raises:
             UserError: the file cannot be read, or holds something else.
@@ -67,14 +67,14 @@ class KeptRows:
 
 
 class PrunedMapping(IdMapping):
-    """The rows of another mapping where they are after pruning."""
+    """Maps ids to the places after pruning of the rows of another mapping."""
 
     def __init__(self, mapping: IdMapping, kept: KeptRows) -> None:
         super().__init__(kept.num_rows, mapping._seed)
         self.rows_per_id, self._mapping, self._kept = mapping.rows_per_id, mapping, kept
 
-    def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
-        self._mapping._check(keys, kind)
+    def _check(self, keys: IdKeys, dtype: pa.DataType) -> None:
+        self._mapping._check(keys, dtype)
 
     def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
         rows = np.empty(len(out), np.int64)
@@ -82,5 +82,5 @@ class PrunedMapping(IdMapping):
         out[:] = self._kept.places(rows)
 
     def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
-        """Return the shares of the table as it was."""
+        """Return the shares in the table before pruning."""
         return self._mapping.usage(hashes, weight)

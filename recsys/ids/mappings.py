@@ -60,16 +60,16 @@ class IdMapping:
             statistics.add(ids=len(ids), out_of_vocabulary=self._num_out_of_vocabulary(out))
 
     def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
-        """Return which share of the rows some ids use, and which share of them has its rows in common with another.
+        """Return the share of rows that some ids use, and the share of ids whose rows are all shared with another one.
 
         Args:
-            hashes: as statistics got them, of different ids, uint64 [n].
-            weight: how many ids each stands for; with 1 the result is exact, else an expectation.
+            hashes: of different ids, as passed to the statistics, uint64 [n].
+            weight: number of ids that each hash stands for; with 1 the result is exact, else an expectation.
         """
         raise NotImplementedError
 
     def _check(self, keys: IdKeys, dtype: pa.DataType) -> None:
-        """Raise UserError for ids that the mapping does not take; of a dictionary, `dtype` is that of its values."""
+        """Raise a UserError for ids that the mapping does not take; of a dictionary, `dtype` is that of its values."""
 
     def _write_all(self, keys: IdKeys, out: np.ndarray, statistics: IdStatistics | None) -> None:
         """Write the rows of all keys, and count them."""
@@ -80,7 +80,7 @@ class IdMapping:
             self._write(keys, start, chunk, out[start * k : (start + chunk.shape[1]) * k])
 
     def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
-        """Write the rows of a chunk of keys, as `hash_chunks` yields it from `start` on, which may be overwritten."""
+        """Write the rows of a chunk of `hash_chunks`, which begins at key `start`; the chunk may be overwritten."""
         raise NotImplementedError
 
     def _num_out_of_vocabulary(self, rows: np.ndarray) -> int:
@@ -93,7 +93,7 @@ class IdMapping:
 
 
 class HashMapping(IdMapping):
-    """Any id to rows 1 … num_embeddings - 1 by `num_hashes` hashes; row 0 stays for null.
+    """Maps any id to rows 1 … num_embeddings - 1 by `num_hashes` hashes; row 0 is for null.
 
     With several hashes, the vector of an id is the sum of its rows, which two ids seldom have all in common (Svenstrup
     et al. 2017, arXiv:1709.03933). The first row is the same for any number of hashes.
@@ -117,7 +117,7 @@ class HashMapping(IdMapping):
 
     def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
         k, num_buckets = self.rows_per_id, self.num_rows - 1
-        # Further hashes are hashes of the first: a text is read but once.
+        # Further hashes are hashes of the first, so that a text is read only once.
         for j in range(k - 1, 0, -1):
             remix(chunk[0], j, chunk[2], chunk[1])
             write_remainders(chunk[2], num_buckets, out[j::k], chunk[1])
@@ -131,7 +131,7 @@ class HashMapping(IdMapping):
 
 
 class IdentityMapping(IdMapping):
-    """Integer id i to row i."""
+    """Maps integer id i to row i."""
 
     def _check(self, keys: IdKeys, dtype: pa.DataType) -> None:
         if len(keys.texts) or is_text(dtype) or pa.types.is_temporal(dtype):
@@ -192,7 +192,7 @@ def _num_quotients(num_rows: int, num_ids: int) -> int:
 
 
 def share_of_collisions(rows: np.ndarray) -> float:
-    """Return the share of ids, rows int64 [ids, rows_per_id], whose rows are all another's too."""
+    """Return the share of ids whose rows are all shared with one other id; rows int64 [ids, rows_per_id]."""
     _, counts = np.unique(rows, axis=None if rows.shape[1] == 1 else 0, return_counts=True)
     return float(counts[counts > 1].sum()) / max(1, len(rows))
 

@@ -1,4 +1,4 @@
-"""Which ids an expert is looked up for: by the vocabularies of the others, or by a hash."""
+"""Routes of ids to experts: by the vocabularies of the experts, or by a hash."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ import pyarrow as pa
 from recsys.ids.hashing import hash_column
 from recsys.ids.index import VocabularyMapping
 
-ROUTE_SEED = 2**32 - 1  # so that an expert says nothing of the row in it
+ROUTE_SEED = 2**32 - 1  # another hash than that of rows, so that expert and row are independent
 
 
 @dataclass(frozen=True)
 class HashRoute:
-    """`active` of the experts for each id, each choice as often; the expert at `place` is looked up if it is of these.
+    """Route to `active` of the experts for each id, by hash; `place` is that of the expert of this route.
 
-    The choices are the combinations of the experts in order, and the hash of an id modulo their number is its choice.
+    The hash of an id, modulo their number, selects one of the combinations of experts, in order, all equally often.
     """
 
     num_experts: int
@@ -35,7 +35,7 @@ class HashRoute:
 
 
 class FrequencyRoute:
-    """The first expert whose vocabulary has an id, and the last expert where none has it.
+    """Route to the first expert whose vocabulary has an id, and to the last expert if none has it.
 
     Args:
         before: the vocabularies of the experts before this one. own: that of this one; None: it is the last.

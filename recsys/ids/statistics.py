@@ -23,7 +23,7 @@ _COUNTS = ("num_rows", "num_ids", "num_nulls", "num_out_of_vocabulary")
 
 
 def statistics_bytes(num_distinct: float, size: int = 16384) -> int:
-    """Return about what an `IdStatistics` takes once it has seen so many distinct ids."""
+    """Return about the bytes of an `IdStatistics` that has seen a number of distinct ids."""
     num_kept = int(min(size, num_distinct))
     return 8 * (_num_places(num_kept) + 2 * num_kept)
 
@@ -61,7 +61,7 @@ class IdStatistics:
                 setattr(self, name, getattr(self, name) + count)
 
     def add_hashes(self, chunk: np.ndarray) -> None:
-        """Take in hashes of ids, each distinct one at least once.
+        """Add hashes of ids, each distinct one at least once.
 
         Args:
             chunk: uint64 [3, n]: the hashes, and two rows that are overwritten.
@@ -70,21 +70,21 @@ class IdStatistics:
 
     @property
     def sample(self) -> Sample:
-        """The hashes that have been taken in, to be looked at without the lock: none stands there that has not been."""
+        """The hashes that were added, or most of them, for reading without the lock."""
         return Sample(self._limit - 1, self._seen)
 
     def add_unseen(self, unseen: np.ndarray) -> None:
-        """Take in hashes, uint64 [n], that a `sample` lacked."""
+        """Add hashes, uint64 [n], that a `sample` lacked."""
         if len(unseen):
             with self._lock:
-                # Sorting asks for Python's lock several times, and of few, few are there several times.
+                # Sorting takes Python's lock several times, and a few hashes have hardly any duplicates.
                 unseen = np.unique(unseen) if len(unseen) > _FEW_UNSEEN else unseen.copy()
                 if self._not_passed_on is not None:
                     self._not_passed_on.append(unseen)
                 self._take_in(unseen)
 
     def take_state(self) -> np.ndarray:
-        """Return what has been counted since the last call, as `state`; of what was made with `passes_on`."""
+        """Return the counts and hashes since the last call, as `state` does; needs `passes_on`."""
         with self._lock:
             assert self._not_passed_on is not None
             state, self._not_passed_on = self._state(self._not_passed_on), []
@@ -92,7 +92,7 @@ class IdStatistics:
             return state
 
     def state(self) -> np.ndarray:
-        """Return what has been counted, for `add_state`: uint64 [5 + distinct ids kept], up to 512 KiB."""
+        """Return counts and hashes for `add_state`: uint64 [5 + distinct ids in the sample], up to 512 KiB."""
         with self._lock:
             self._merge()
             return self._state([self._hashes])
@@ -102,12 +102,12 @@ class IdStatistics:
         return np.concatenate([np.array([*counts, self._limit - 1], np.uint64), *hashes])
 
     def add_state(self, state: np.ndarray) -> None:
-        """Add what another has counted, by mappings with one and the same seed; each distinct id counts once."""
+        """Add the state of other statistics, by mappings with the same seed; each distinct id counts once."""
         *counts, last = state[: len(_COUNTS) + 1].tolist()
         self.add(*counts)
         with self._lock:
             self._limit = min(self._limit, last + 1)
-            self._take_in(state[len(_COUNTS) + 1 :].copy())  # which keeps no more of the memory that the state lies in
+            self._take_in(state[len(_COUNTS) + 1 :].copy())  # a copy, so that the memory of the state can be freed
 
     def summary(self, mapping: "IdMapping", num_rows: int | None = None) -> dict[str, Any]:
         """Describe the ids, and the rows that `mapping`, by which they were mapped, gives them.
@@ -139,7 +139,7 @@ class IdStatistics:
         }
 
     def _take_in(self, hashes: np.ndarray) -> None:
-        """Keep new hashes, and merge where they are more than the others; called with the lock held."""
+        """Store new hashes, and merge them once they outnumber the others; called with the lock held."""
         if len(hashes):
             self._new.append(hashes)
             self._num_new += len(hashes)
@@ -147,7 +147,7 @@ class IdStatistics:
             self._merge()
 
     def _merge(self) -> None:
-        """Take in what is new; called with the lock held."""
+        """Merge the new hashes into the sample; called with the lock held."""
         hashes = np.unique(np.concatenate([self._hashes, *self._new]))
         hashes = hashes[hashes <= np.uint64(self._limit - 1)]
         while len(hashes) > self._size:

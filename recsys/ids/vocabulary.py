@@ -1,4 +1,4 @@
-"""Vocabularies: counting the ids of a dataset, choosing those with a row of their own, and keeping them in a file."""
+"""Vocabularies: counts of the ids of a dataset, the choice of those with a row of their own, and files of them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,17 +43,17 @@ class IdCounter:
             self._append(values, pa.array(np.bincount(keys.indices, minlength=len(keys))))
 
     def add_table(self, counts: pa.Table) -> None:
-        """Add what another counter has counted, as `to_table` returns it."""
+        """Add the counts of another counter, as returned by `to_table`."""
         ids = counts.column("id")
-        kind = pa.large_binary() if is_text(ids.type) else ids.type
-        self._append(ids.cast(kind).combine_chunks(), counts.column("count").combine_chunks())
+        dtype = pa.large_binary() if is_text(ids.type) else ids.type
+        self._append(ids.cast(dtype).combine_chunks(), counts.column("count").combine_chunks())
 
     def to_table(self) -> pa.Table:
         """Return columns id (int64, uint64, string or binary, each once, in no order) and count (int64)."""
         self._merge()
         if not self._parts:
             return pa.table({"id": pa.array([], pa.int64()), "count": pa.array([], pa.int64())})
-        # In one piece: of a column's slices, each is pickled with all of the memory that they share.
+        # Combined, since each slice of a column would be pickled with all of the memory that they share.
         table = self._parts[0].combine_chunks()
         ids = table.column("id").combine_chunks()
         return table.set_column(0, "id", _strings(ids)) if is_text(ids.type) else table
@@ -65,7 +65,7 @@ class IdCounter:
             raise UserError("ids of one table are numbers in one place and texts in another; write them with one type")
         self._parts.append(pa.table({"id": ids, "count": counts}))
         self._num_new += len(ids)
-        # As many as are merged already, so that an id is merged a few times only, however many parts there are.
+        # Merge once there are as many new ids as merged ones, so that each id is merged only a few times.
         if self._num_new >= max(_MERGED_AT_ONCE, self._parts[0].num_rows):
             self._merge()
 
