@@ -135,9 +135,9 @@ def _write(reader: _Reader, cut: _Splitter, folder: Path, options: CsvOptions) -
             stack.enter_context(writer)
         first_row = 0
         for batch in reader.batches():
-            parts = cut(batch, first_row)
+            splits = cut(batch, first_row)
             for index, writer in enumerate(writers.values()):
-                writer.write(batch if len(writers) == 1 else batch.filter(pa.array(parts == index)))
+                writer.write(batch if len(writers) == 1 else batch.filter(pa.array(splits == index)))
             first_row += batch.num_rows
     return {name: writer.num_rows for name, writer in writers.items()}
 
@@ -152,9 +152,9 @@ def _check(options: CsvOptions) -> None:
         )
     if len(options.quote or "") > 1:
         raise UserError(f"--quote must be one character, or '' for none, got {options.quote!r}")
-    for name, kind in [*options.types.items(), *((n, k) for n, (_, k) in options.lists.items())]:
-        if kind not in TYPES:
-            raise UserError(f"type {kind!r} of column {name!r} is unknown; allowed are {', '.join(TYPES)}")
+    for name, dtype in [*options.types.items(), *((n, k) for n, (_, k) in options.lists.items())]:
+        if dtype not in TYPES:
+            raise UserError(f"type {dtype!r} of column {name!r} is unknown; allowed are {', '.join(TYPES)}")
     if options.split and (len(options.split) > 3 or min(options.split) <= 0):
         raise UserError(f"--split takes up to three positive shares, got {options.split}")
     if options.split and abs(sum(options.split) - 1) > 1e-6:
@@ -162,11 +162,11 @@ def _check(options: CsvOptions) -> None:
 
 
 class _Reader:
-    """Batches of the output schema out of the input files, in the order given."""
+    """Reads the input files, in the order given, as batches of the output schema."""
 
     def __init__(self, inputs: list[Path], options: CsvOptions):
         self.inputs, self.options = inputs, options
-        self.types = {name: TYPES[kind] for name, kind in options.types.items()}
+        self.types = {name: TYPES[dtype] for name, dtype in options.types.items()}
         self.types.update({name: pa.string() for name in [*options.lists, *options.tokens]})
         for path in inputs:
             check_start(path)
@@ -213,7 +213,7 @@ class _Reader:
     def _type(self, column: pa.Field) -> pa.DataType:
         if pa.types.is_binary(column.type):
             raise UserError(f"{self._first}: column {column.name!r} is not UTF-8; {CONVERT}")
-        # A first block of nulls tells nothing; a string holds whatever comes.
+        # A first block of nulls tells nothing of the type; a string can hold any value.
         return pa.string() if pa.types.is_null(column.type) else column.type
 
     def _beyond_int64(self, inferred: pa.Schema) -> list[str]:
@@ -241,9 +241,9 @@ class _Reader:
                 yield batch[name]
 
     def _raw(self, path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
-        reader, found = self._open(path)
-        if sorted(found) != sorted(self.names):
-            columns, expected = ", ".join(found), ", ".join(self.names)
+        reader, names_in_file = self._open(path)
+        if sorted(names_in_file) != sorted(self.names):
+            columns, expected = ", ".join(names_in_file), ", ".join(self.names)
             raise UserError(f"{path} has columns {columns}, but {self._first} has {expected}")
         with reader, told(path):
             for batch in reader:
@@ -276,11 +276,11 @@ class _Reader:
 
     def _convert(self, batch: pa.RecordBatch, path: Path) -> pa.RecordBatch:
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        for name, (separator, kind) in self.options.lists.items():
+        for name, (separator, dtype) in self.options.lists.items():
             try:
-                columns[name] = split_list(columns[name], separator, TYPES[kind])
+                columns[name] = split_list(columns[name], separator, TYPES[dtype])
             except pa.ArrowInvalid as error:
-                raise UserError(f"{path}: column {name!r} as list of {kind}: {error}") from None
+                raise UserError(f"{path}: column {name!r} as list of {dtype}: {error}") from None
         columns |= {name: tokenize(columns[name], name) for name in self.options.tokens}
         if self.options.label:
             columns[LABEL] = is_true(batch, self.options.label, "--label").cast(pa.int8())
@@ -288,7 +288,7 @@ class _Reader:
 
 
 class _Splitter:
-    """Says for every row of a batch which split it goes to, by its number or by one column."""
+    """Assigns the rows of a batch to splits, by the number of the row or by one column."""
 
     def __init__(self, reader: _Reader, options: CsvOptions):
         self.names = SPLITS[: len(options.split)] or ("",)

@@ -1,4 +1,4 @@
-"""What is told of delimited files that hold something else than they are read as."""
+"""Errors of delimited files that hold something else than they are read as."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IN_TEXTS = ",;: "  # delimiters that texts of several lines may hold as well, w
 
 
 def check_start(path: Path) -> None:
-    """Raise UserError for what is no file, or begins as one that holds something else than text in UTF-8."""
+    """Raise a UserError for a path that is no file, or a file that begins like one of another format than text."""
     if not path.is_file():
         raise UserError(f"{path} is not a file")
     with path.open("rb") as file:
@@ -66,7 +66,7 @@ def told(path: Path) -> Iterator[None]:
 
 
 def check_quotes(batch: pa.RecordBatch, path: Path, delimiter: str) -> None:
-    """Raise UserError where a field that begins with a quote, which nobody meant as one, has taken rows into it."""
+    """Raise a UserError if a stray quote at the start of a field has made rows a part of the field."""
     if delimiter in _IN_TEXTS:
         return
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -81,6 +81,6 @@ def check_quotes(batch: pa.RecordBatch, path: Path, delimiter: str) -> None:
 
 
 def check_header(rows: pa.RecordBatch, path: Path) -> None:
-    """Raise UserError where the first of the rows of a file without a header is one: its columns' names."""
+    """Raise a UserError if the first row of a file without a header holds the names of the columns."""
     if list(map(str, rows.slice(0, 1).to_pylist()[0].values())) == rows.schema.names:
         raise UserError(f"{path} begins with the names that --columns gives, and so has a header; leave --columns out")

@@ -1,4 +1,4 @@
-"""A Parquet log with, beside each row, lists of what its user did before: for models that read a history.
+"""Histories: a Parquet log with lists of its user's earlier values in each row, for models that read a history.
 
 1. `_Log` reads the times of all files, and cuts them into stretches of about a million rows.
 2. The rows of one stretch after the other are read and put in order.
@@ -48,7 +48,7 @@ _OFTEN = 4  # times that a row is read, which are told
 
 @dataclass
 class HistoryOptions:
-    """What is what in a log, and which rows a history is made of."""
+    """Columns of a log by role, and the rows that histories are made of."""
 
     user: str = option("user_id", "column of users; a row without one has an empty history", metavar="COLUMN")
     item: str = option("item_id", "column whose values are listed", metavar="COLUMN")
@@ -110,7 +110,7 @@ def convert_histories(inputs: Sequence[Path], out: Path, options: HistoryOptions
 
 
 def _counting(rows: pa.Table, where: str | None) -> np.ndarray:
-    """Return which rows histories are made of, [rows] bool."""
+    """Return the rows that histories are made of, [rows] bool."""
     if where is None:
         return np.ones(len(rows), bool)
     return np.asarray(is_true(rows, where, "--history-where").fill_null(False))
@@ -141,7 +141,7 @@ class _Log:
         self._survey()
 
     def _check(self, empty: pa.Table) -> None:
-        """Raise UserError for lists and conditions that do not go with the columns, of which `empty` has no rows."""
+        """Raise a UserError for lists and conditions that do not fit the columns of `empty`, which has no rows."""
         options = self._options
         written = [options.name, *(f"{options.name}_{column}" for column in options.columns)]
         for name in written:
@@ -155,7 +155,7 @@ class _Log:
                 is_true(empty, where, flag)
 
     def _survey(self) -> None:
-        """Find out between what times the rows of each row group are, and where to cut."""
+        """Read the first and last time of each row group, and choose where to cut into stretches."""
         numbers, sizes, bounds, samples = list[int](), list[int](), list[np.ndarray](), list[np.ndarray]()
         for number, table in self._row_groups([self._options.time]):
             if len(table):
@@ -179,7 +179,7 @@ class _Log:
             )
 
     def stretches(self) -> Iterator[tuple[pa.Table, np.ndarray]]:
-        """Yield the rows of one stretch of time after the other, in order, and their times."""
+        """Yield the rows of each stretch of time, sorted by time, and their times."""
         for place, least in enumerate(self._cuts):
             below = self._cuts[place + 1] if place + 1 < len(self._cuts) else None
             has_some = self._last >= least
@@ -214,7 +214,7 @@ class _Log:
 
 
 def _carried(options: HistoryOptions, log: _Log) -> tuple[pa.Table, pa.Schema]:
-    """Return what is before the first row of a log, and the types of users and of values, both for `Stretch`.
+    """Return the lists before the first row of a log, and the types of users and of values, both for `Stretch`.
 
     Raises:
         UserError: `--after` names what was written with other options, or has rows that do not come before.
@@ -235,7 +235,7 @@ def _carried(options: HistoryOptions, log: _Log) -> tuple[pa.Table, pa.Schema]:
 
 
 def _check_after(options: HistoryOptions, folder: Path, log: _Log) -> None:
-    """Raise UserError where rows of a log do not go on from those that are in a folder."""
+    """Raise a UserError if rows of a log do not follow those of an earlier folder."""
     marker = read_marker(folder)
     if marker is None or marker.get("kind") != KIND:
         raise UserError(f"--after: {folder} was not written by `recsys prepare histories`")
@@ -259,5 +259,5 @@ def _check_after(options: HistoryOptions, folder: Path, log: _Log) -> None:
 
 
 def _json(time: np.generic) -> str | int | float:
-    """Return a time as JSON has it, none of its digits lost."""
+    """Return a time as a value of JSON, with all its digits."""
     return str(time) if isinstance(time, np.datetime64) else time.item()

@@ -1,4 +1,4 @@
-"""A Parquet log of interactions as retrieval data: its rows read, an existing split, or one made, and written."""
+"""Retrieval data of a Parquet log of interactions: reading, an existing or a new split, and writing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SPLIT_VALUES = {"train": 0, "valid": 1, "test": 2, "0": 0, "1": 1, "2": 2, "fal
 
 @dataclass
 class LogOptions:
-    """What is what in a log, and which of its rows are held out: by a rule, or as the log, or its files, have it."""
+    """Columns of a log by role, and the rows to hold out: by a rule, or as split by the log or its files."""
 
     user: str = option("user_id", "column of users", metavar="COLUMN")
     item: str = option("item_id", "column of items, or of lists of them in the order of time", metavar="COLUMN")
@@ -99,27 +99,27 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
 
 
 def _wanted_columns(options: LogOptions) -> list[str]:
-    """Return the columns that are read of a log. Raises UserError for options that do not go together."""
+    """Return the columns to read of a log. Raises UserError for options that do not go together."""
     check_bounds(options)
     wheres = {"--valid-where": options.valid_where, "--test-where": options.test_where}
-    given = [options.valid or options.test, options.split_column, options.hold_out != LogOptions().hold_out]
-    if sum(map(bool, [*given, any(wheres.values())])) > 1:
+    ways_to_split = [options.valid or options.test, options.split_column, options.hold_out != LogOptions().hold_out]
+    if sum(map(bool, [*ways_to_split, any(wheres.values())])) > 1:
         raise UserError(
             "--valid and --test are a split by themselves, as are --valid-where and --test-where, --split-column, and "
             "--hold-out; give one of them"
         )
     if options.neighbours and options.train_rows != "users":
         raise UserError("--neighbours are those of a user's list of items; it goes with --train-rows users")
-    wanted = [options.user, options.item, *filter(None, [options.time])]
-    wanted += [*options.user_features, *options.item_features]
+    columns = [options.user, options.item, *filter(None, [options.time])]
+    columns += [*options.user_features, *options.item_features]
     if unread := {*options.tokens} - {*options.user_features, *options.item_features}:
         raise UserError(f"--tokens: {min(unread)!r} is no feature; name it in --item-features or --user-features too")
-    repeated = {name for name in wanted if [*wanted, *WRITTEN].count(name) > 1}
+    repeated = {name for name in columns if [*columns, *WRITTEN].count(name) > 1}
     if repeated:
         raise UserError(f"column {min(repeated)!r} is named twice, or is one of those written: {', '.join(WRITTEN)}")
-    wanted += [*filter(None, [options.split_column])]
-    wanted += [name for flag, where in wheres.items() for name in columns_where(where, flag)]
-    return list(dict.fromkeys(wanted))
+    columns += [*filter(None, [options.split_column])]
+    columns += [name for flag, where in wheres.items() for name in columns_where(where, flag)]
+    return list(dict.fromkeys(columns))
 
 
 def _tokenized(table: pa.Table, names: Sequence[str]) -> pa.Table:
@@ -130,7 +130,7 @@ def _tokenized(table: pa.Table, names: Sequence[str]) -> pa.Table:
 
 
 def _tell_repeats(log: Log, split: np.ndarray) -> None:
-    """Print how many rows that are held out are of items which their users had before, and so are never found."""
+    """Print how many held-out rows have items that their users had before, so that they are never found."""
     pair = log.user * len(log.items) + log.item
     for number, name in ((1, "valid"), (2, "test")):
         held_out = pair[split == number]
@@ -144,7 +144,7 @@ def _tell_repeats(log: Log, split: np.ndarray) -> None:
 
 
 def _new_split(log: Log, hold_out: str) -> np.ndarray:
-    """Return the split of `--hold-out`. Raises UserError where it would hold nothing out."""
+    """Return the split of `--hold-out`. Raises UserError if it would hold nothing out."""
     if hold_out == "last":
         split, why = split_last(log.user, log.time), "no user has 3 different items"
     elif hold_out == "random":
@@ -197,7 +197,7 @@ def _read(flag: str, inputs: Sequence[Path], names: list[str], where: str | None
 
 
 def _one_item_a_row(table: pa.Table, item: str) -> pa.Table:
-    """Return the rows of a log, one for each item where the items of a user, or a session, are a list."""
+    """Return the rows of a log, with a row for each item if the items of a user, or a session, are a list."""
     column = table[item]
     if not pa.types.is_list(column.type):
         return table
@@ -206,7 +206,7 @@ def _one_item_a_row(table: pa.Table, item: str) -> pa.Table:
 
 
 def _log(table: pa.Table, columns: LogOptions, split: np.ndarray | None) -> tuple[Log, np.ndarray | None]:
-    """Return each user's first row with each item, or all rows, and the split of these, where there is one."""
+    """Return each user's first row with each item, or all rows, and their split, if there is one."""
     user, users = _numbered(table, columns.user)
     item, items = _numbered(table, columns.item)
     time = np.arange(len(table)) if columns.time is None else _ranks(table, columns.time)
@@ -231,7 +231,7 @@ def _log(table: pa.Table, columns: LogOptions, split: np.ndarray | None) -> tupl
 
 
 def _numbered(table: pa.Table, name: str) -> tuple[np.ndarray, list[pa.Array]]:
-    """Return for each row the number of its id, int64, and the ids in the order in which they come."""
+    """Return the number of each row's id, int64 [rows], and the ids in the order of their first rows."""
     encoded = id_column(table, name).dictionary_encode()
     return encoded.indices.to_numpy().astype(np.int64), [encoded.dictionary]
 

@@ -1,4 +1,4 @@
-"""A Parquet log as converters read it: its files, the columns of a row group, ids and times of any type."""
+"""Reading of a Parquet log by converters: its files, columns of row groups, ids and times of any type."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LogFiles:
         return map(self.open, range(len(self._files.names)))
 
     def open(self, number: int) -> LogFile:
-        """Return a file, whose footer is read. Raises UserError where it is no Parquet file."""
+        """Open a file and read its footer. Raises UserError if it is no Parquet file."""
         name = self._files.names[number]
         with _told(name):
             footer = metadata_of(self._files.storage, name, int(self._files.sizes[number]))
@@ -59,7 +59,7 @@ class LogFiles:
 
 
 class LogFile:
-    """A file of a log: columns in the types that Parquet itself has for them, fields of structs, and keys in its path.
+    """A file of a log: columns in Parquet's own types for them, fields of structs, and keys in its path.
 
     Attributes:
         columns: all that it has, without fields; those of the path come last.
@@ -78,16 +78,16 @@ class LogFile:
         return opened(self._name, self._footer, page_checksum_verification=True)
 
     def has(self, column: str) -> bool:
-        """Whether a column, or a field of a struct, or a key in the path, is there."""
+        """Return whether the file has a column, a field of a struct or a key in its path with this name."""
         return column in self._stored or column in self._keys
 
-    def read(self, wanted: Sequence[str], row_groups: Sequence[int] | None = None) -> pa.Table:
-        """Return columns of some row groups, or of all. Raises UserError for one that is not there or there twice."""
-        stored = {column: self._stored[column] for column in wanted if column in self._stored}
+    def read(self, names: Sequence[str], row_groups: Sequence[int] | None = None) -> pa.Table:
+        """Return columns of some row groups, or of all. Raises UserError for one that is missing or there twice."""
+        stored = {column: self._stored[column] for column in names if column in self._stored}
         for outer in (place.steps[0] for place in stored.values()):
             if (count := self._arrow.names.count(outer)) > 1:
                 raise UserError(f"{self._name} has {count} columns {outer!r}, and may have one")
-        if missing := [column for column in wanted if not self.has(column)]:
+        if missing := [column for column in names if not self.has(column)]:
             present = list(dict.fromkeys([*names_in(self._arrow), *self._keys]))
             others = f"only {', '.join(present)}{nearest(missing[0], present)}"
             raise UserError(f"{self._name} has no column {missing[0]!r}, {others}")
@@ -95,7 +95,7 @@ class LogFile:
         with _told(self._name):
             table = self._opened.read_row_groups(numbers, [path for place in stored.values() for path in place.paths])
         columns = {}
-        for column in wanted:
+        for column in names:
             if column in stored:
                 columns[column] = stored[column].take(table)
             else:
@@ -106,7 +106,7 @@ class LogFile:
 
 @contextmanager
 def _told(name: str) -> Iterator[None]:
-    """Turn what Arrow and the system say of a file into a UserError."""
+    """Turn errors of Arrow and the system on a file into a UserError."""
     try:
         yield
     except (OSError, pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
@@ -115,7 +115,7 @@ def _told(name: str) -> Iterator[None]:
 
 
 def joined(tables: Sequence[pa.Table]) -> pa.Table:
-    """Return the rows of tables, in types that hold all values; a column that one lacks is null there.
+    """Concatenate tables, in types that hold all values; a column that a table lacks is null there.
 
     Raises:
         UserError: a column has values in one table that its type in others, as training takes them together, has not.
@@ -128,14 +128,14 @@ def _joined(tables: Sequence[pa.Table], name: str) -> pa.Array:
     columns = [
         table[name] if name in table.column_names else pa.chunked_array([pa.nulls(len(table))]) for table in tables
     ]
-    kinds = list(dict.fromkeys(column.type for column in columns if not pa.types.is_null(column.type)))
+    dtypes = list(dict.fromkeys(column.type for column in columns if not pa.types.is_null(column.type)))
     try:
-        kind = reduce(unified, kinds or [pa.null()])
-        whole = pa.chunked_array([cast(chunk, kind) for column in columns for chunk in column.chunks], kind)
-        return (whole if whole.nbytes < _TEXT_BYTES else whole.cast(LARGE.get(kind, kind))).combine_chunks()
+        dtype = reduce(unified, dtypes or [pa.null()])
+        values = pa.chunked_array([cast(chunk, dtype) for column in columns for chunk in column.chunks], dtype)
+        return (values if values.nbytes < _TEXT_BYTES else values.cast(LARGE.get(dtype, dtype))).combine_chunks()
     except pa.ArrowException as error:
         raise UserError(
-            f"the files' columns are of different types: {name!r} is {' and '.join(map(str, kinds))}, and no one type "
+            f"the files' columns are of different types: {name!r} is {' and '.join(map(str, dtypes))}, and no one type "
             f"holds all its values ({reason(error)}); write it with one type"
         ) from None
 

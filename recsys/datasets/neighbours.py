@@ -1,4 +1,4 @@
-"""Items that often come together, as a list for each user: what UltraGCN's loss of neighbours reads."""
+"""Neighbours of items, which often come together with them, as a list for each user, for UltraGCN's loss."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ _PAIRS_AT_ONCE = 1 << 22
 
 
 def neighbour_lists(lists: pa.ListArray, most: int) -> tuple[pa.ListArray, pa.ListArray]:
-    """Return for each list of items the neighbours of all its items, each once, and their summed weights, float32.
+    """Return, for each list of items, the neighbours of all its items, each once, and their summed weights, float32.
 
     Of G, how many lists each two items share, and its sums g by row, an item i has as neighbours the `most` items k of
     the greatest weights G(i, k) / (g(i) - G(i, i)) · sqrt(g(i) / g(k)) (Mao et al. 2021, arXiv:2110.15114).

@@ -31,7 +31,7 @@ _ABOUT = "Write training data as Parquet: a public data set, synthetic logs, or 
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says a mistake in one line, without the whole usage before it."""
+    """Reports a mistake in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -55,7 +55,7 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
                 print("already complete, nothing to do:")
             print(writer.describe(args.out))
     except (UserError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # of what is printed: no mistake
+        if isinstance(error, BrokenPipeError):  # of the output, which is no mistake of the user
             raise
         print(f"{prog}: {disk_problem(error)}", file=sys.stderr)
         return 1
@@ -145,7 +145,7 @@ def _add_converter(
     convert: Callable[..., bool | None],
     **texts: Any,
 ) -> None:
-    """Add a command that calls `convert(inputs, out, options, overwrite)`; inputs that need no help are none."""
+    """Add a command that calls `convert(inputs, out, options, overwrite)`; without help, it has no inputs."""
     parser = commands.add_parser(name, **texts)
     if inputs:
         parser.add_argument("inputs", type=Path, nargs="+", metavar="INPUT", help=inputs)

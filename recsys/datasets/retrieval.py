@@ -1,4 +1,4 @@
-"""Interactions as rows to train retrieval on, queries to evaluate it with, and the items to find."""
+"""Retrieval data of interactions: rows to train on, queries for evaluation, and the items to find."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RANDOM_SEED = 2020  # RecBole's
 
 
 class Log(NamedTuple):
-    """Interactions, one a row, and what is known of those who took part.
+    """Interactions, one a row, with the features of users and items.
 
     Attributes:
         user, item: [rows] int64, rows of `users` and of `items`.
@@ -53,11 +53,11 @@ class Timeline:
         self.keys = time_key(log.user[self.rows], log.time[self.rows])
 
     def starts(self, user: np.ndarray) -> np.ndarray:
-        """Where each user's rows begin; those of user + 1 begin where they end."""
+        """Starts of the users' rows; each user's rows end at the next start."""
         return np.searchsorted(self.keys, time_key(user, np.zeros_like(user)))
 
     def lists(self, starts: np.ndarray, ends: np.ndarray, without: np.ndarray | None = None) -> pa.ListArray:
-        """Lists of the item ids at positions start to end, end excluded, and one position of each left out."""
+        """Lists of the item ids at positions from start to before end, each without one position."""
         offsets, positions = slices(starts, ends)
         if without is not None:
             lengths = ends - starts
@@ -70,7 +70,7 @@ class Timeline:
         return self.lists(np.maximum(self.starts(user), ends - self.most), ends)
 
     def others(self, user: np.ndarray, positions: np.ndarray) -> pa.ListArray:
-        """The last items of each user, the one at the row's own position left out."""
+        """The last items of each user, without the one at the row's own position."""
         ends = self.starts(user + 1)
         starts = np.where(positions < ends - self.most, ends - self.most, ends - self.most - 1)
         return self.lists(np.maximum(self.starts(user), starts), ends, without=positions)
@@ -110,7 +110,7 @@ def split_last(user: np.ndarray, time: np.ndarray) -> np.ndarray:
 def split_time(time: np.ndarray) -> np.ndarray:
     """int8 per row, an index into SPLITS: the last tenth of all rows is of test, the tenth before of valid.
 
-    Rows of one time are not parted. What a user is tested on came after all that anyone is trained on.
+    Rows with the same time stay together, so that all test rows are later than all rows of train.
     """
     number = len(time)
     first_valid, first_test = np.sort(time)[[number - 2 * (number // 10) - 1, number - number // 10 - 1]]
@@ -220,7 +220,7 @@ def _interactions(log: Log, split: np.ndarray, train: Timeline, last: bool) -> I
 
 
 def _parts(rows: np.ndarray, most: int) -> Iterator[np.ndarray]:
-    """Parts of an array, each of so many rows that their lists of ``most`` values go into a table."""
+    """Chunks of an array, each of so many rows that their lists of ``most`` values fit into a table."""
     step = max(1, _VALUES_AT_ONCE // most)
     return (rows[start : start + step] for start in range(0, len(rows), step))
 
@@ -248,6 +248,6 @@ def _queries(log: Log, users: np.ndarray, held_out: Timeline, seen: Timeline, kn
 
 
 def write_files(tables: Iterable[pa.Table], num_rows: int, folder: Path, files: int) -> None:
-    """Write at least so many files of four row groups each: small ones too, so that every rank has its own to read."""
+    """Write at least some files of four row groups each, even if these are small, so that every rank has its own."""
     rows_per_file = min(-(-num_rows // files), FILE_ROWS)
     write_parts(tables, folder, min(-(-rows_per_file // 4), ROW_GROUP_ROWS), rows_per_file)

@@ -1,4 +1,4 @@
-"""Lists of what users did before each of some rows, out of these rows and what is carried over of those before."""
+"""Histories of the rows of a stretch of time, from these rows and lists carried over from earlier ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recsys.datasets.retrieval import slices, time_key
 
 
 def carried_schema(kinds: pa.Schema) -> pa.Schema:
-    """Return the schema of what is carried over: types of users, and lists of each type of values."""
+    """Return the schema of carried lists: the type of users, and lists of each type of values."""
     user, *values = kinds
     return pa.schema([user, *((value.name, pa.list_(value.type)) for value in values)])
 
@@ -43,7 +43,7 @@ class Stretch:
     ) -> None:
         ids = users.cast(kinds.field(0).type).dictionary_encode()
         self._users, self._kinds, self._most = ids.dictionary, list(kinds)[1:], most
-        # Unknown users have one number more, of which nothing is listed.
+        # Unknown users share one further number, which has no lists.
         self._user = ids.indices.fill_null(len(self._users)).to_numpy().astype(np.int64)
         self._moment = np.cumsum(np.concatenate([[False], time[1:] != time[:-1]]))
         code = pc.index_in(before.column(0), self._users)
@@ -57,7 +57,7 @@ class Stretch:
         ]
 
     def _lay_out(self, known: np.ndarray, lengths: np.ndarray, own: np.ndarray) -> np.ndarray:
-        """Give each user a place for what is carried over, and behind it for what is of these rows.
+        """Lay out the values by user: first those carried over, then those of these rows.
 
         Args:
             known: [users carried over], their numbers. lengths: of their lists.
@@ -79,14 +79,14 @@ class Stretch:
         return order
 
     def lists(self, start: int, stop: int) -> dict[str, pa.ListArray]:
-        """Return the lists of some of the rows by name: what their users did before."""
+        """Return, by name, the lists of some of the rows: the earlier values of their users."""
         user = self._user[start:stop]
-        # side="left": what is of the same moment does not count as before.
+        # side="left": rows of the same moment do not count as earlier.
         ends = np.searchsorted(self._keys, time_key(user, self._moment[start:stop]), side="left")
         return dict(self._up_to(user, self._starts[user] + self._length[user] + ends - self._first[user]))
 
     def carried(self, count: int) -> pa.Table:
-        """Return what is before the rows that come after these, in the form of `before`; so many users at a time."""
+        """Return the lists carried over to later rows, in the form of `before`, computed for some users at a time."""
         tables = [self._others]
         for start in range(0, len(self._users), count):
             users = self._users.slice(start, count)
@@ -97,7 +97,7 @@ class Stretch:
         return pa.concat_tables(tables)
 
     def _up_to(self, user: np.ndarray, ends: np.ndarray) -> Iterator[tuple[str, pa.ListArray]]:
-        """Yield by name lists of users, which end before places of the values."""
+        """Yield, by name, lists of users that end before given places of the values."""
         offsets, positions = slices(np.maximum(self._starts[user], ends - self._most), ends)
         chosen = pa.array(positions)
         for kind, values in zip(self._kinds, self._values, strict=True):
@@ -107,8 +107,8 @@ class Stretch:
             )
 
 
-def _pooled(carried: pa.ChunkedArray, own: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
-    """Return the values of lists, then those of a column, as one array."""
-    kind = LARGE.get(kind, kind)
+def _pooled(carried: pa.ChunkedArray, own: pa.ChunkedArray, dtype: pa.DataType) -> pa.Array:
+    """Concatenate the values of lists and those of a column."""
+    dtype = LARGE.get(dtype, dtype)
     chunks = [*pc.list_flatten(carried).chunks, *own.chunks]
-    return pa.concat_arrays([pa.array([], kind), *(chunk.cast(kind) for chunk in chunks)])
+    return pa.concat_arrays([pa.array([], dtype), *(chunk.cast(dtype) for chunk in chunks)])

@@ -36,7 +36,7 @@ NUM_CAT, NUM_INT = 26, 13
 
 @dataclass
 class SyntheticOptions:
-    """What to generate; the fields say what they are."""
+    """Options of the generator; the help of each field describes it."""
 
     rows: int = option(1_000_000, "training rows", least=1)
     valid_rows: int = option(100_000, "validation rows", least=1)
@@ -155,7 +155,7 @@ class IdField:
 
 
 def affinity(users: IdField, user: np.ndarray, items: IdField, item: np.ndarray) -> np.ndarray:
-    """How much of a logit user and item make, by their keys: a part of each alone, and one of both together."""
+    """Part of a logit from user and item, by their keys: a term of each alone, and one of both together."""
     logit = 0.5 * users.factor(user, 0) + 0.7 * items.factor(item, 0)
     for index in range(1, NUM_FACTORS + 1):
         logit += users.factor(user, index) * items.factor(item, index) / NUM_FACTORS**0.5
@@ -245,7 +245,7 @@ class CriteoShape:
             keys, null = cat.draw(rows, rows.day), rows.nulls()
             columns[f"cat_{index}"] = pa.array(cat.ids(keys), mask=null)
             logit += np.where(null, 0, 0.2 * cat.factor(keys, 0))
-            if index % 2:  # fields act in pairs, so that crosses matter
+            if index % 2:  # fields act in pairs, so that crosses help
                 pair = self._pair_logit(index, previous, keys)
                 logit += np.where(null | previous_null, 0, pair)
             previous, previous_null = keys, null
@@ -274,7 +274,7 @@ class Ceiling:
         self.loss = 0.0
 
     def add(self, logit: np.ndarray, label: np.ndarray) -> None:
-        """Take in rows: logit float64, label 0 or 1."""
+        """Add rows: logit float64, label 0 or 1."""
         self.loss += float(np.sum(np.logaddexp(0, logit) - label * logit))
         bins = np.minimum(self.BINS / (1 + np.exp(-logit)), self.BINS - 1).astype(np.int64)
         for value in (0, 1):
@@ -282,7 +282,7 @@ class Ceiling:
 
     def result(self) -> dict[str, float | int | None]:
         """rows, base_rate, auc (None if all labels are equal) and log_loss in nats."""
-        from recsys.models.label_metrics import auc  # brings torch, which takes a while and no other part needs
+        from recsys.models.label_metrics import auc  # imports torch, which is slow and needed nowhere else here
 
         labels, bins = np.divmod(np.arange(2 * self.BINS), self.BINS)
         area = auc(labels, bins, self.counts.reshape(-1))

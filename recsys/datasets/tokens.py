@@ -1,4 +1,4 @@
-"""Texts as lists, of what a separator divides or of words, which are ids like any others."""
+"""Texts as lists of ids: of the parts between separators, or of words."""
 
 from __future__ import annotations
 

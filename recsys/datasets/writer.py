@@ -1,4 +1,4 @@
-"""What every converter shares: writing Parquet, replacing an output folder whole, random numbers by key.
+"""Shared parts of converters: writing Parquet, replacing an output folder as a whole, random numbers by key.
 
 The converters themselves are beside this file: ``movielens``, ``synthetic``, ``delimited``, ``retrieval`` and
 ``histories``.
@@ -40,7 +40,7 @@ def names(text: str) -> list[str]:
 
 
 def option(default: Any, help: str, **settings: Any) -> Any:
-    """A field of a converter's options, with what its command line says of it: see ``ArgumentParser.add_argument``.
+    """A field of a converter's options, with its arguments of ``ArgumentParser.add_argument``.
 
     ``least`` and ``most`` bound a number: see ``check_bounds``.
     """
@@ -83,7 +83,7 @@ class PartWriter(AbstractContextManager["PartWriter"]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            with suppress(OSError, pa.ArrowException):  # which would hide the first one
+            with suppress(OSError, pa.ArrowException):  # a second error would hide the first
                 self._close_file()
             return
         if any(map(len, self._pending)):
@@ -119,7 +119,7 @@ def write_parts(tables: Iterable[pa.Table], folder: Path, row_group_rows: int, r
 
 
 def read_marker(out: Path) -> dict[str, Any] | None:
-    """What an earlier converter said it put into ``out``; None where no converter finished."""
+    """The marker that an earlier converter left in ``out``; None if none has finished there."""
     try:
         marker = json.loads((out / MARKER).read_text())
     except (OSError, ValueError):
@@ -182,18 +182,18 @@ def check_column(name: str, names: list[str]) -> None:
 
 
 def columns_where(where: str | None, flag: str = "--where") -> list[str]:
-    """The columns that a filter names, sorted. Raises UserError, by flag, for what is none (see ``parse_filter``)."""
+    """The columns that a filter names, sorted. Raises UserError, by flag, for an invalid one (``parse_filter``)."""
     with told_of(flag):
         return sorted(parse_filter(where).columns()) if where is not None else []
 
 
 def rows_where(rows: pa.Table | pa.RecordBatch, where: str) -> pa.Table | pa.RecordBatch:
-    """The rows for which the filter --where is true. Raises UserError where it does not go with the columns."""
+    """The rows for which the filter --where is true. Raises UserError if it does not fit the columns."""
     return rows.filter(is_true(rows, where, "--where"))
 
 
 def is_true(rows: pa.Table | pa.RecordBatch, condition: str, flag: str) -> pa.BooleanArray:
-    """What a condition, written as a filter, is for each row; null as in SQL. Errors as of ``rows_where``, by flag."""
+    """Value of a condition, written as a filter, for each row; null as in SQL. Errors as of ``rows_where``, by flag."""
     with told_of(flag):
         parsed = parse_filter(condition)
         for name in sorted(parsed.columns()):
@@ -204,7 +204,7 @@ def is_true(rows: pa.Table | pa.RecordBatch, condition: str, flag: str) -> pa.Bo
 
 @contextmanager
 def told_of(flag: str, key: str = KEY) -> Iterator[None]:
-    """Let errors inside the block name what was given on the command line in place of a config key."""
+    """Make errors inside the block name the words of the command line in place of a config key."""
     try:
         yield
     except UserError as error:
