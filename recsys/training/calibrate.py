@@ -1,4 +1,4 @@
-"""`recsys calibrate`: how fast this kind of device computes, looks up and exchanges."""
+"""`recsys calibrate`: measured speeds of computation, lookups and exchanges on this kind of device."""
 
 import math
 import statistics
@@ -31,8 +31,8 @@ from recsys.training.build import build_model
 from recsys.training.device_speeds import measure_operators
 from recsys.training.trainer import Trainer
 
-_TRAINED_S = 0.8  # of a training, after the warm-up
-_WARM_STEPS, _LINES = 12, 5  # of a training; lines that it tells
+_TRAINED_S = 0.8  # seconds of a training, after the warm-up
+_WARM_STEPS, _LINES = 12, 5  # of a training; lines that it logs
 _ROWS_FILE = "part-0.parquet"
 _ROWS, _NUM_IDS, _LENGTH, _MOST_IDS = 131_072, 16, 10, 1e6
 
@@ -66,7 +66,7 @@ def measure(world: World, num_threads: int | None = None) -> Speeds:
 
 
 def _references(data: Path) -> Iterator[Config]:
-    """Yield configs that differ in what `DATA_AMOUNTS` and `STEP_AMOUNTS` count."""
+    """Yield configs that differ in the amounts of `DATA_AMOUNTS` and `STEP_AMOUNTS`."""
     for batch, num_ids, num_lists, dim, num_floats, layers, num_split in _REFERENCES:
         ids, lists = [f"id_{i}" for i in range(num_ids)], [f"list_{i}" for i in range(num_lists)]
         floats = [f"float_{i}" for i in range(num_floats)]
@@ -119,7 +119,7 @@ def _write_rows(folder: Path) -> None:
 
 
 def _fitted(speeds: Speeds, world: World, num_threads: int | None) -> Speeds:
-    """Return speeds with what short trainings take beside what the operators and exchanges account for."""
+    """Return speeds with costs of data and steps, fitted to short trainings beyond their operators and exchanges."""
     loads: list[Load] = []
     measured: list[tuple[float, float]] = []
     with TemporaryDirectory() as scratch, Task("training", len(_REFERENCES), is_shown=world.rank == 0) as task:
@@ -135,10 +135,10 @@ def _fitted(speeds: Speeds, world: World, num_threads: int | None) -> Speeds:
             task.done += 1
         world.barrier()
     amounts, weights = [load.amounts for load in loads], [total for total, _ in measured]
-    known = [sum(load.parts(speeds).values()) for load in loads]  # of operators and exchanges: nothing is fitted yet
-    rest = [total - waited - known for (total, waited), known in zip(measured, known, strict=True)]
+    predicted = [sum(load.parts(speeds).values()) for load in loads]  # of operators and exchanges, before the fit
+    unexplained = [total - waited - seconds for (total, waited), seconds in zip(measured, predicted, strict=True)]
     data = fit_amounts(amounts, DATA_AMOUNTS, [waited for _, waited in measured], weights)
-    fitted = replace(speeds, data=data, step=fit_amounts(amounts, STEP_AMOUNTS, rest, weights))
+    fitted = replace(speeds, data=data, step=fit_amounts(amounts, STEP_AMOUNTS, unexplained, weights))
     fits = [
         {"rows": load.amounts["row"], "measured_s": total, "fitted_s": sum(load.parts(fitted).values())}
         for load, total in zip(loads, weights, strict=True)
@@ -160,10 +160,10 @@ def _trained(config: Config, world: World, folder: Path) -> tuple[Load, tuple[fl
         config.train.max_steps, config.train.log_every_steps = steps * lines, steps
         run_dir = world.from_rank_zero(lambda: Path(mkdtemp(dir=folder)))
         trainer = Trainer(inputs, built, run_dir, timeline)
-        trainer.writer = told = _Lines()
+        trainer.writer = lines_writer = _Lines()
         trainer.fit()
         world.from_rank_zero(lambda: rmtree(run_dir))
-        return told
+        return lines_writer
 
     warm = train(_WARM_STEPS, 2).seconds(batch)[0]
     steps = world.from_rank_zero(lambda: math.ceil(max(_WARM_STEPS, _TRAINED_S / _LINES / warm)))
@@ -173,7 +173,7 @@ def _trained(config: Config, world: World, folder: Path) -> tuple[Load, tuple[fl
 
 
 class _Lines(Writer):
-    """Keeps the speeds that training tells."""
+    """Writer that keeps the speeds of training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class _Lines(Writer):
             self._values.append(line)
 
     def seconds(self, batch: int) -> tuple[float, float]:
-        """Return the seconds of a step, and those of them that it waited; of the median line, without the first."""
+        """Return the seconds of a step, and those of them waiting for data, of the median line without the first."""
         times = [(batch / line["samples_per_s"], line["wait_share"]) for line in self._values[1:]]
         middle = statistics.median
         return middle(total for total, _ in times), middle(total * share for total, share in times)

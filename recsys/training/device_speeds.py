@@ -1,4 +1,4 @@
-"""How fast a device multiplies, moves and exchanges: operators one at a time, of many sizes."""
+"""Measured speeds of products, memory and exchanges of a device: one operator at a time, at many sizes."""
 
 import math
 import statistics
@@ -18,9 +18,9 @@ from recsys.runtime.uniform import kept
 from recsys.runtime.world import World
 from recsys.step.exchange import SumOverRanks
 
-_BYTES = tuple(1 << power for power in (12, 16, 20, 23, 26))  # that operators move
-_SENT = tuple(1 << power for power in (10, 14, 18, 22, 25))  # that a rank sends
-_TURNS_BYTES, _MOST_TURNS = 32 << 20, 64  # of tensors that are taken in turn
+_BYTES = tuple(1 << power for power in (12, 16, 20, 23, 26))  # moved by operators
+_SENT = tuple(1 << power for power in (10, 14, 18, 22, 25))  # sent by a rank
+_TURNS_BYTES, _MOST_TURNS = 32 << 20, 64  # of tensors that are used in turn
 _MEASURED_S = 0.004
 _LONGEST_MATMUL_S = 0.1
 
@@ -39,9 +39,9 @@ def measure_operators(world: World) -> dict[str, Any]:
 
 
 def _seconds(action: Callable[[torch.Tensor], Any], given: torch.Tensor, world: World) -> float:
-    """Return the median time of an action on tensors like the one given, of those that all ranks do at once.
+    """Return the median seconds of an action on tensors like `tensor`, while all ranks do the same.
 
-    In a step, most of what an operator reads is no longer in a core's own cache. So are these, taken in turn.
+    In a step, most of an operator's inputs are no longer in a core's own cache. Nor are these tensors, used in turn.
     """
     num_bytes = given.numel() * given.element_size()
     turns = cycle([given.clone() for _ in range(min(_MOST_TURNS, 1 + _TURNS_BYTES // num_bytes))])
@@ -84,7 +84,7 @@ def _batched(dtype: torch.dtype, world: World) -> Curve:
 
 
 def _operator(kind: str, size: int, device: torch.device) -> tuple[Callable[[torch.Tensor], Any], torch.Tensor]:
-    """Return an operator of a kind, and a tensor of which it reads and writes so many bytes in all."""
+    """Return an operator of a kind, and a tensor of which it reads and writes a number of bytes in all."""
     if kind == "plain":
         return lambda numbers: numbers * 2, torch.ones(size // 8, device=device)
     if kind == "costly":
@@ -99,7 +99,7 @@ def _operator(kind: str, size: int, device: torch.device) -> tuple[Callable[[tor
 
 
 def _moved(kind: str, world: World) -> Curve:
-    """Return the time of an operator by bytes, beyond that of a call: calls are counted apart."""
+    """Return the time of an operator by bytes, without that of a call, since calls are counted separately."""
     times = [(float(size), _seconds(*_operator(kind, size, world.device), world)) for size in (64, *_BYTES)]
     return [(size, max(seconds - times[0][1], 1e-9)) for size, seconds in times[1:]]
 

@@ -1,4 +1,4 @@
-"""Search over settings: trials of a config, each a process of its own, in a study that several machines may share."""
+"""Search over settings: trials of a config, each in its own process, in a study that several machines may share."""
 
 import json
 import os
@@ -35,13 +35,13 @@ _NOT_ENDED = "not ended"  # of a trial that another process still trains
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is searched, and how.
+    """A search.
 
     Attributes:
-        config: YAML file; overrides: `key=value` over it, in all trials.
-        trials: how many there are to be, of all processes that share `out`; seeds: how often each is trained.
-        metric: of data.valid. by_bytes: the bytes of tables are to be small beside it; no trial is then ended early.
-        stop: the signal that ends the search, once it came.
+        config: YAML file. overrides: `key=value` over it, in all trials.
+        trials: number of trials, of all processes that share `out`. seeds: trainings of each trial.
+        metric: of data.valid. by_bytes: also minimise the bytes of tables; no trial is then ended early.
+        stop: the signal that ends the search.
     """
 
     config: str
@@ -56,9 +56,9 @@ class Sweep:
     stop: StopSignal = field(default_factory=StopSignal, init=False)
 
     def run(self) -> int:
-        """Try until there are as many trials as asked for, and write sweep.json, .md and .svg; return the exit status.
+        """Run trials until there are `trials`, and write sweep.json, .md and .svg; return the exit status.
 
-        It is 0, or 130 or 143 where SIGINT or SIGTERM came before.
+        It is 0, or 130 or 143 if SIGINT or SIGTERM came before.
 
         Raises:
             UserError: `out` holds another sweep, or every trial failed.
@@ -87,7 +87,7 @@ class Sweep:
         return ["recsys", "train", self.config, *self.overrides]
 
     def _study(self) -> Any:
-        """Return the study, made or joined: each thread has one of its own, over the same file."""
+        """Make or join the study; each thread has an object of its own, over the same file."""
         optuna = import_optuna()
         directions = ["maximize" if is_higher_better(self.metric) else "minimize", *["minimize"] * self.by_bytes]
         with warnings.catch_warnings():
@@ -101,12 +101,12 @@ class Sweep:
             )
         except ValueError as error:
             raise UserError(f"'{self.out}' cannot be joined ({error}); name another folder by --out") from error
-        asked = {"command": self._command(), "space": self.space.texts, "metric": self.metric, "seeds": self.seeds}
-        if study.user_attrs.setdefault("asked", asked) != asked:
+        settings = {"command": self._command(), "space": self.space.texts, "metric": self.metric, "seeds": self.seeds}
+        if study.user_attrs.setdefault("asked", settings) != settings:
             raise UserError(
                 f"'{self.out}' holds another sweep; give it the same words, or name another folder by --out"
             )
-        study.set_user_attr("asked", asked)
+        study.set_user_attr("asked", settings)
         return study
 
     def _work(self, process: str) -> None:
@@ -116,7 +116,7 @@ class Sweep:
             trial.set_user_attr(PROCESS, process)
             earlier = [other for other in study.get_trials(deepcopy=False) if other.number < trial.number]
             if len(counted(earlier)) >= self.trials:
-                study.tell(trial, state=import_optuna().trial.TrialState.FAIL)  # one too many, which no report shows
+                study.tell(trial, state=import_optuna().trial.TrialState.FAIL)  # a surplus trial, in no report
                 return
             self._try(study, trial)
 
@@ -148,7 +148,7 @@ class Sweep:
         """Train once; return the metric.
 
         Raises:
-            UserError: the process failed. TrialPruned: it was ended early. StoppedError: so is the search.
+            UserError: the process failed. TrialPruned: it was ended early. StoppedError: the search is stopped.
         """
         self.stop.check()
         of_sweep = [f"seed={seed}", f"run.dir={as_value(run_dir)}", *OF_TRIALS]
@@ -179,10 +179,10 @@ class Sweep:
 
     def _evaluations(self, process: "subprocess.Popen[bytes]", metrics: Path) -> Iterator[tuple[int, float]]:
         """Yield step and metric of each evaluation of data.valid after which training goes on, until a process has
-        ended. The last one is what the trial comes to, and no reason to end it.
+        ended. The last evaluation is the trial's result, and no reason to end it early.
 
         Raises:
-            StoppedError: the search is to end, and the process has.
+            StoppedError: the search is stopped, and the process has ended.
         """
         at, evaluated = 0, None
         while True:
@@ -208,7 +208,7 @@ class Sweep:
 
 
 def table_bytes(config: Config, run_dir: Path) -> int:
-    """Return the bytes of the vectors of all tables of a run as they are served: rows times those of a row's code."""
+    """Return the bytes of the tables of a run as they are served: rows times the bytes of a row in its code."""
     total = 0
     for name, table in config.tables.items():
         rows = table.num_embeddings
@@ -220,13 +220,13 @@ def table_bytes(config: Config, run_dir: Path) -> int:
 
 
 def _tried(trial: Any) -> Tried:
-    known, state = trial.user_attrs, trial.state.name.lower()
-    texts = {"complete": "", "pruned": "ended early", "running": _NOT_ENDED, "fail": known.get("error", "failed")}
+    attributes, state = trial.user_attrs, trial.state.name.lower()
+    texts = {"complete": "", "pruned": "ended early", "running": _NOT_ENDED, "fail": attributes.get("error", "failed")}
     return Tried(
         trial.number,
         {key: str(value) for key, value in trial.params.items()},
-        known.get("values", []),
-        known.get("bytes"),
-        known.get("seconds"),
+        attributes.get("values", []),
+        attributes.get("bytes"),
+        attributes.get("seconds"),
         texts.get(state, state),
     )

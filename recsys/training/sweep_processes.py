@@ -1,4 +1,4 @@
-"""Processes that share a search: signals that end one, and how the trials that a process leaves are tried again."""
+"""Processes that share a search: signals that end one, and repetition of trials that a dead process has left."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from recsys.runtime.logs import logger
 from recsys.runtime.run_lock import RunLock, is_locked
 from recsys.runtime.signals import handled
 
-PROCESS = "process"  # attribute of a trial: the name of the process that tries it
+PROCESS = "process"  # attribute of a trial: the name of the process that runs it
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ENDED_BY_SIGNAL = {*(128 + number for number in _SIGNALS), *(-number for number in _SIGNALS)}
 _GRACE_S, _POLL_S, _NAMELESS_S = 5.0, 0.02, 60.0
@@ -30,17 +30,17 @@ class StoppedError(Exception):
 
 @dataclass
 class StopSignal:
-    """Keeps the signal that asks for the end, where all threads look for it.
+    """Flag of a signal that asks for the end, for all threads.
 
     Attributes:
-        number: of the last one; 0: none came. It is a plain number, since a handler must not wait for a lock.
+        number: of the last signal, or 0. It is a plain number, since a handler must not wait for a lock.
     """
 
     number: int = 0
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Keep SIGINT and SIGTERM, which then do not end this process."""
+        """Record SIGINT and SIGTERM inside the block, in place of ending this process."""
         with handled(_SIGNALS, self._keep):
             yield
 
@@ -50,7 +50,7 @@ class StopSignal:
             raise StoppedError
 
     def check_after(self, process: "subprocess.Popen[bytes]") -> None:
-        """Raise StoppedError if a process, which has ended, did so by a signal that came here too.
+        """Raise StoppedError if an ended process was ended by a signal that came here too.
 
         Ctrl-C and schedulers signal all processes at once, so that this one's may still be on its way.
         """
@@ -65,7 +65,7 @@ class StopSignal:
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process by SIGTERM, and one that takes longer than some seconds by SIGKILL."""
+    """End a process by SIGTERM, and by SIGKILL if it takes longer than some seconds."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE_S)
@@ -74,7 +74,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def cut_torn(journal: Path) -> None:
-    """Cut a journal off before its first line that is torn, as by a full disk: nobody could read it any more."""
+    """Truncate a journal before its first torn line, as of a full disk, so that it can be read again."""
     from optuna.storages.journal import JournalFileSymlinkLock
 
     if not journal.exists():
@@ -103,12 +103,12 @@ def _is_record(line: bytes) -> bool:
 
 @contextmanager
 def joined(study: Any, out: Path) -> Iterator[str]:
-    """Put back what processes that have died left unfinished; yield the name of this one, locked while it lives."""
+    """Queue again the unfinished trials of dead processes; yield the name of this one, locked while it lives."""
     processes = out / "processes"
     for trial in study.get_trials(deepcopy=False):
         if trial.state.name == "RUNNING" and _is_left(trial, processes):
             put_back(study, trial)
-    name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"  # process numbers come again
+    name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"  # process numbers are reused
     (processes / name).mkdir(parents=True)
     try:
         with RunLock() as lock:
@@ -119,7 +119,7 @@ def joined(study: Any, out: Path) -> Iterator[str]:
 
 
 def _is_left(trial: Any, processes: Path) -> bool:
-    """Return whether the process of a trial has died; its folder, which tells so, is then removed."""
+    """Return whether the process of a trial has died; its lock folder, which shows it, is then removed."""
     if (name := trial.user_attrs.get(PROCESS)) is None:  # it has only just begun, or died before it said its name
         return time.time() - trial.datetime_start.timestamp() > _NAMELESS_S
     if is_locked(processes / name):
@@ -129,7 +129,7 @@ def _is_left(trial: Any, processes: Path) -> bool:
 
 
 def put_back(study: Any, trial: Any) -> None:
-    """Give up a trial that was cut short and queue its settings, unless another process has done so."""
+    """Mark an interrupted trial as failed and queue its settings again, unless another process has done so."""
     from optuna.exceptions import UpdateFinishedTrialError
     from optuna.trial import TrialState
 
@@ -139,5 +139,5 @@ def put_back(study: Any, trial: Any) -> None:
 
 
 def counted(trials: Iterable[Any]) -> list[Any]:
-    """Return the trials that count: those that failed without an error were cut short, or were one too many."""
+    """Return the trials that count: those that failed without an error were interrupted, or surplus."""
     return [trial for trial in trials if trial.state.name != "FAIL" or "error" in trial.user_attrs]

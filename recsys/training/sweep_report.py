@@ -16,7 +16,7 @@ _MOST_BARS = 40
 
 @dataclass(frozen=True)
 class Tried:
-    """A trial: the values of keys, the metric of each seed, bytes of tables, seconds, and what became of it if not."""
+    """A trial: values of keys, metric of each seed, bytes of tables, seconds, and a remark if it has no result."""
 
     number: int
     settings: dict[str, str]
@@ -36,7 +36,7 @@ class Tried:
 
 
 def pareto(tried: Sequence[Tried], higher: bool) -> list[Tried]:
-    """Return the trials that none beats in both, metric and bytes, the fewest bytes first."""
+    """Return the trials that no other beats in both metric and bytes, the fewest bytes first."""
     best: list[Tried] = []
     for trial in sorted(tried, key=lambda t: (t.bytes or 0, -t.mean if higher else t.mean)):
         if not best or (trial.mean > best[-1].mean if higher else trial.mean < best[-1].mean):
@@ -50,10 +50,10 @@ def write_report(
     """Write sweep.json, .md and .svg.
 
     Args:
-        higher: a higher metric is better. by_bytes: bytes count beside it. command: that every trial begins with.
+        higher: whether a higher metric is better. by_bytes: whether bytes count too. command: common to all trials.
     """
-    whole = sorted((trial for trial in tried if trial.values), key=lambda t: -t.mean if higher else t.mean)
-    front = pareto(whole, higher) if by_bytes else whole[:1]
+    complete = sorted((trial for trial in tried if trial.values), key=lambda t: -t.mean if higher else t.mean)
+    front = pareto(complete, higher) if by_bytes else complete[:1]
     content = {
         "command": list(command),
         "metric": metric,
@@ -63,16 +63,16 @@ def write_report(
         "versions": installed_versions(),
     }
     replace_file(out / "sweep.json", to_json(content, indent=1) + "\n")
-    parts = [f"# {len(tried)} trials of `{shlex.join(command)}`, {len(whole)} to their end\n"]
+    parts = [f"# {len(tried)} trials of `{shlex.join(command)}`, {len(complete)} to their end\n"]
     if by_bytes and front:
         parts += [f"No other trial has both, a better {metric} and fewer bytes of tables:\n", _table(front, metric)]
     if front:
-        best = [*command, *(f"{key}={value}" for key, value in whole[0].settings.items())]
+        best = [*command, *(f"{key}={value}" for key, value in complete[0].settings.items())]
         parts.append(f"The best {metric}, on data.valid: `{shlex.join(best)}`\n")
     rest = [trial for trial in tried if not trial.values]
-    parts += ["All trials, the best first:\n", _table([*whole, *rest], metric)]
+    parts += ["All trials, the best first:\n", _table([*complete, *rest], metric)]
     replace_file(out / "sweep.md", "\n".join(parts))
-    replace_file(out / "sweep.svg", _drawing(front if by_bytes else whole[:_MOST_BARS], metric, by_bytes))
+    replace_file(out / "sweep.svg", _drawing(front if by_bytes else complete[:_MOST_BARS], metric, by_bytes))
 
 
 def _table(tried: Sequence[Tried], metric: str) -> str:

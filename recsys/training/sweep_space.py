@@ -1,4 +1,4 @@
-"""What keys of a config may be in a search: ranges and choices, as they are written; checked without torch."""
+"""Space of a search: ranges and choices of config keys, parsed and checked without torch."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from recsys.config import Config, load_config
 from recsys.errors import UserError
 
-# Keys that a sweep sets itself in each trial, and what says so.
+# Keys that a sweep sets itself in each trial, and the reason for messages.
 _OF_SWEEP = {
     "seed": "--seeds says by how many seeds each trial is trained",
     "run.dir": "trials lie under --out",
@@ -26,26 +26,22 @@ _OF_SWEEP = {
     "data.test": "trials are compared on data.valid",
     "train.publish.dir": "trials publish nothing",
 }
-OF_TRIALS = (
-    "run.overwrite=true",
-    "run.resume=false",
-    "data.test=null",
-    "train.publish.dir=null",
-)  # the other words: see `Space.parse`
-_TRIED = 8  # combinations with a value before it is said to fit with none
+# The other words of a trial: see `Space.parse`.
+OF_TRIALS = ("run.overwrite=true", "run.resume=false", "data.test=null", "train.publish.dir=null")
+_TRIED = 8  # combinations to try with a value before it is refused
 
 
 def open_space(
     config: str, overrides: Sequence[str], words: Sequence[str], out: Path, metric: str | None
 ) -> tuple["Space", str]:
-    """Return the space of a sweep and its metric, once all that the user has said of it is checked.
+    """Parse and check the arguments of a sweep; return its space and its metric.
 
     Args:
-        words: of keys and what they may be; see `Space.parse`.
+        words: of keys with ranges or choices; see `Space.parse`.
         metric: default: that of early stopping, or the model's first.
 
     Raises:
-        UserError: optuna is not there, `out` holds a run, or config, space or metric do not fit each other.
+        UserError: optuna is not installed, `out` holds a run, or config, space or metric do not fit each other.
     """
     import_optuna()
     if (out / "config.yaml").exists():
@@ -55,15 +51,15 @@ def open_space(
     configs = space.loaded(lambda words: load_config(config, [*overrides, *words, *OF_TRIALS]))
     chosen = metric or configs[0].train.early_stop.metric or configs[0].model.metric_names(configs[0])[0]
     for loaded in configs:
-        if chosen not in (known := loaded.model.metric_names(loaded)):
-            raise UserError(f"--metric: '{chosen}' is none of the model's metrics: {', '.join(known)}")
+        if chosen not in (names := loaded.model.metric_names(loaded)):
+            raise UserError(f"--metric: '{chosen}' is none of the model's metrics: {', '.join(names)}")
         if loaded.data.valid is None:
             raise UserError("config key 'data.valid' is not set, and trials are compared on it")
     return space, chosen
 
 
 def import_optuna() -> Any:
-    """Return the package optuna, which tells errors alone from now on.
+    """Import and return optuna, which logs errors alone from now on.
 
     Raises:
         UserError: it is not installed.
@@ -85,7 +81,7 @@ def refuse_own_keys(keys: Iterable[str], where: str) -> None:
 
 @dataclass(frozen=True)
 class Space:
-    """Keys of a config with what they may be.
+    """Keys of a config with their ranges or choices.
 
     Attributes:
         texts: by key `LOW..HIGH`, whole numbers where both are; with `:log` by their logarithm, with `:STEP` in steps;
@@ -96,10 +92,10 @@ class Space:
 
     @staticmethod
     def parse(words: Sequence[str]) -> "Space":
-        """Return the space that words describe: each `key=RANGE`, `key=[a, b]`, or a YAML file of such.
+        """Parse a space from words: each `key=RANGE`, `key=[a, b]`, or a YAML file of such.
 
         Raises:
-            UserError: a word that is neither, or a range that is none.
+            UserError: a word or a range is not valid.
         """
         texts: dict[str, Any] = {}
         for word in words:
@@ -124,7 +120,7 @@ class Space:
         return space
 
     def bounds(self) -> dict[str, list[Any]]:
-        """Return by key low, high and step of a range (a number, `log` or None), or the choices of a list as JSON.
+        """Return, by key, low, high and step of a range (a number, `log` or None), or the choices of a list as JSON.
 
         With a step, high is the last value that steps from low come to.
         """
@@ -133,13 +129,13 @@ class Space:
             if isinstance(text, list) and text:
                 bounds[key] = [json.dumps(value) for value in text]
                 continue
-            low, _, rest = str(text).partition("..")
-            high, _, how = rest.partition(":")
-            numbers = [word for word in (low, high, how) if word not in ("", "log")]
-            kind: type[int | float] = int if all(word.lstrip("-").isdecimal() for word in numbers) else float
+            low, _, after_low = str(text).partition("..")
+            high, _, option = after_low.partition(":")
+            numbers = [word for word in (low, high, option) if word not in ("", "log")]
+            to_number: type[int | float] = int if all(word.lstrip("-").isdecimal() for word in numbers) else float
             try:
-                ends, step = [kind(low), kind(high)], None if how in ("", "log") else kind(how)
-                is_range = ends[0] < ends[1] and (how != "log" or ends[0] > 0) and (step is None or step > 0)
+                ends, step = [to_number(low), to_number(high)], None if option in ("", "log") else to_number(option)
+                is_range = ends[0] < ends[1] and (option != "log" or ends[0] > 0) and (step is None or step > 0)
                 is_range &= all(map(math.isfinite, (*ends, step or 0)))
             except ValueError:
                 is_range = False
@@ -149,11 +145,11 @@ class Space:
                 )
             if step is not None:
                 ends[1] = _last_step(ends[0], ends[1], step)
-            bounds[key] = [*ends, how if how == "log" else step]
+            bounds[key] = [*ends, option if option == "log" else step]
         return bounds
 
     def distributions(self) -> dict[str, Any]:
-        """Return the same for optuna."""
+        """Return the bounds as optuna's distributions, by key."""
         from optuna import distributions as kinds
 
         distributions: dict[str, Any] = {}
@@ -174,7 +170,7 @@ class Space:
         return [f"{key}={value}" for key, value in params.items()]
 
     def samples(self) -> list[list[str]]:
-        """Return few lists of `key=value`, in which all choices and both ends of ranges are; the first has the first of
+        """Return a few lists of `key=value` that cover all choices and both ends of ranges; the first has the first of
         each key."""
         return [
             self.overrides({key: values[min(i, len(values) - 1)] for key, values in self._ends().items()})
@@ -182,12 +178,12 @@ class Space:
         ]
 
     def loaded(self, load: Callable[[list[str]], Config]) -> list[Config]:
-        """Return configs that `load` makes of lists of `key=value`, in which all choices and both ends of ranges are.
+        """Load configs with lists of `key=value`, which cover all choices and both ends of ranges.
 
-        Values that do not fit each other are not refused: trials of them fail, and the others tell enough.
+        Combinations of values that do not fit each other are not refused: their trials fail, and others succeed.
 
         Raises:
-            UserError: a value fits with none of the other keys' (of which some are tried).
+            UserError: a value fits none of some combinations of the other keys' values.
         """
         configs: list[Config] = []
         fitting: set[str] = set()
@@ -204,7 +200,7 @@ class Space:
         return configs
 
     def _ends(self) -> dict[str, list[Any]]:
-        """Return by key the two ends of a range, or the choices of a list."""
+        """Return, by key, the two ends of a range, or the choices of a list."""
         is_range = {key: not isinstance(text, list) for key, text in self.texts.items()}
         return {key: values[:2] if is_range[key] else values for key, values in self.bounds().items()}
 
@@ -217,7 +213,7 @@ def _last_step(low: float, high: float, step: float) -> float:
 
 
 def _first_that_loads(load: Callable[[list[str]], Config], choices: Sequence[Sequence[str]]) -> Config:
-    """Return the config of the first combination of choices that makes one; raise the first error where none does."""
+    """Return the config of the first combination of choices that is valid; raise the first error if none is."""
     problems: list[UserError] = []
     for words in islice(product(*choices), _TRIED):
         try:
