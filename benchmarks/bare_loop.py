@@ -82,7 +82,7 @@ class Bare:
 
 
 def bare_batch(batch: Batch) -> BareBatch:
-    """Return a batch of our loader as torchrec's own has it, in memory of its own."""
+    """Return a batch of our loader as torchrec's Batch, copied."""
     ids = batch.ids
     return BareBatch(
         dense_features=batch.floats.clone(),
@@ -97,7 +97,7 @@ def pinned(batch: BareBatch, device: torch.device) -> BareBatch:
 
 
 def now(device: torch.device) -> float:
-    """Return the time when all that the device has been given is done."""
+    """Wait for the device, and return the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.monotonic()

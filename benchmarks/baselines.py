@@ -1,4 +1,4 @@
-"""Recall and NDCG of what needs no training: popularity, items of alike users, EASE^R. Prints JSON.
+"""Recall and NDCG of baselines without training: popularity, items of similar users, EASE^R. Prints JSON.
 
 `baselines.py data/gowalla --k 20` reads what `recsys prepare retrieval --train-rows users` has written.
 """
@@ -28,22 +28,22 @@ def matrix(lists: pa.ChunkedArray, corpus: pa.Array) -> torch.Tensor:
 
 
 def scorers(train: torch.Tensor, l2: float) -> dict[str, Scores]:
-    """Return by name what scores all items, [queries, items], by those that queries have, [queries, items] dense."""
+    """Return, by name, functions from the items of queries to scores of all items, [queries, items] dense both."""
     counts = torch.sparse.sum(train, dim=0).to_dense()
-    found: dict[str, Scores] = {"popularity": lambda has: counts.expand_as(has)}
+    functions: dict[str, Scores] = {"popularity": lambda has: counts.expand_as(has)}
     # Items of users who have the same, each by 1 / root of its count on the way there and of the user's on the way back
     # (the linear filter of GF-CF: Shen et al. 2021, arXiv:2108.07567).
     users, items = train.indices()
     degrees, roots = torch.sparse.sum(train, dim=1).to_dense(), counts.clamp(min=1).sqrt()
     scaled = torch.sparse_coo_tensor(train.indices(), (degrees[users].sqrt() * roots[items]).reciprocal(), train.shape)
     there, back = scaled.coalesce().to_sparse_csr(), scaled.t().coalesce().to_sparse_csr()
-    found["alike users"] = lambda has: (back @ (there @ (has / roots).T)).T * roots
+    functions["alike users"] = lambda has: (back @ (there @ (has / roots).T)).T * roots
     if train.shape[1] <= MOST_ITEMS:
         # EASE^R (Steck 2019, arXiv:1905.03375, equation 8).
         inverse = torch.linalg.inv((train.t() @ train).to_dense() + l2 * torch.eye(train.shape[1]))
         weights = (inverse / -inverse.diagonal()).fill_diagonal_(0)
-        found["EASE^R"] = lambda has: has @ weights
-    return found
+        functions["EASE^R"] = lambda has: has @ weights
+    return functions
 
 
 def evaluate(score: Scores, queries: dict[str, torch.Tensor], k: int) -> dict[str, float]:
@@ -55,14 +55,14 @@ def evaluate(score: Scores, queries: dict[str, torch.Tensor], k: int) -> dict[st
         best = score(history).masked_fill(seen > 0, -torch.inf).topk(k).indices
         hits, number = targets.gather(1, best).double(), targets.sum(1).double()
         ideal = discounts.cumsum(0)[number.clamp(1, k).long() - 1]
-        known = number > 0
-        shares = torch.stack([hits.sum(1) / number, (hits * discounts).sum(1) / ideal, known.double()])
-        sums += shares[:, known].sum(1)
+        has_targets = number > 0
+        shares = torch.stack([hits.sum(1) / number, (hits * discounts).sum(1) / ideal, has_targets.double()])
+        sums += shares[:, has_targets].sum(1)
     return {f"recall@{k}": float(sums[0] / sums[2]), f"ndcg@{k}": float(sums[1] / sums[2])}
 
 
 def main() -> None:
-    """Parse the command line, and print the metrics of each."""
+    """Parse the command line, and print the metrics of each baseline."""
     warnings.filterwarnings("ignore", message="Sparse")  # torch's word that they are new
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("data", type=Path)
@@ -74,8 +74,8 @@ def main() -> None:
     train, part, items = (pa.dataset.dataset(arguments.data / x).to_table() for x in ("train", arguments.part, "items"))
     corpus = items[arguments.item].combine_chunks()
     queries = {name: matrix(part[name], corpus) for name in ("history", "seen", "targets")}
-    found = scorers(matrix(train["history"], corpus), arguments.l2)
-    print(json.dumps({name: evaluate(score, queries, arguments.k) for name, score in found.items()}, indent=1))
+    functions = scorers(matrix(train["history"], corpus), arguments.l2)
+    print(json.dumps({name: evaluate(score, queries, arguments.k) for name, score in functions.items()}, indent=1))
 
 
 if __name__ == "__main__":

@@ -144,17 +144,17 @@ def earlier_seeds(arguments: argparse.Namespace) -> dict[int, dict[str, Any]]:
     """Return the results of the seeds that the file to write has already, of the same config and overrides."""
     if arguments.out is None or not arguments.out.exists():
         return {}
-    found = json.loads(arguments.out.read_text())
-    if (found["config"], found["overrides"]) != (arguments.config, arguments.overrides):
-        sys.exit(f"{arguments.out} is of {found['config']} {found['overrides']}; name another file")
-    of_all = {key: found[key] for key in ("device", "versions", "git_commit")}
+    content = json.loads(arguments.out.read_text())
+    if (content["config"], content["overrides"]) != (arguments.config, arguments.overrides):
+        sys.exit(f"{arguments.out} is of {content['config']} {content['overrides']}; name another file")
+    of_all = {key: content[key] for key in ("device", "versions", "git_commit")}
     return {
         seed: {
-            "metrics": {"test": {name: each["values"][i] for name, each in found["test"].items()}},
-            **{key: found[key][i] for key in ("seconds", "samples_per_s")},
+            "metrics": {"test": {name: each["values"][i] for name, each in content["test"].items()}},
+            **{key: content[key][i] for key in ("seconds", "samples_per_s")},
             **of_all,
         }
-        for i, seed in enumerate(found["seeds"])
+        for i, seed in enumerate(content["seeds"])
     }
 
 

@@ -101,13 +101,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     block = Block(SequenceLayer.sasrec, DIM, HEADS, None, 0.0)
     qkv, x = torch.randn(lengths.sum(), 3 * DIM), torch.randn(lengths.sum(), DIM)
     cases = {"attention": partial(attention, lengths, qkv), "layer": partial(layer, block, lengths, x)}
-    found = {}
+    comparisons = {}
     for name, case in cases.items():
         passes: dict[str, Pass] = {"jagged": partial(case, False), "padded": partial(case, True)}
-        found[name] = compare(passes, arguments.repeats)
-        print(name, found[name], flush=True)
+        comparisons[name] = compare(passes, arguments.repeats)
+        print(name, comparisons[name], flush=True)
     shape = {"lists": NUM_LISTS, "mean": float(lengths.mean()), "longest": LONGEST, "dim": DIM, "heads": HEADS}
-    return {**shape, **found, "versions": installed_versions()}
+    return {**shape, **comparisons, "versions": installed_versions()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint costs training, in the foreground and in the background; see `benchmark.py checkpoints --help`."""
+"""Cost of checkpoints in training, in the foreground and in the background; see `benchmark.py checkpoints --help`."""
 
 import argparse
 import statistics

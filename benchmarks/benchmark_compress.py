@@ -1,4 +1,4 @@
-"""What `recsys compress` leaves of a config's bytes and metrics, over seeds."""
+"""Bytes and metrics of a config after `recsys compress`, over seeds."""
 
 import argparse
 import json
@@ -32,15 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, write: Callable[[Path, dict[str, Any]], Any]) -> dict[str, Any]:
     """Train and compress each seed, and return the summary, which is written after each."""
     asked = {"config": arguments.config, "overrides": arguments.overrides, "compress": arguments.compress}
-    found = json.loads(arguments.out.read_text()) if arguments.out.exists() else {**asked, "seeds": {}}
-    if {key: found[key] for key in asked} != asked:
-        sys.exit(f"{arguments.out} is of {found['config']} {found['compress']}; name another file")
-    summary = found
-    for seed in [each for each in arguments.seeds if str(each) not in found["seeds"]]:
-        found["seeds"][str(seed)] = _of_seed(arguments, seed)
-        summary = {**asked, "seeds": found["seeds"], "mean": _means(list(found["seeds"].values()))}
+    content = json.loads(arguments.out.read_text()) if arguments.out.exists() else {**asked, "seeds": {}}
+    if {key: content[key] for key in asked} != asked:
+        sys.exit(f"{arguments.out} is of {content['config']} {content['compress']}; name another file")
+    summary = content
+    for seed in [each for each in arguments.seeds if str(each) not in content["seeds"]]:
+        content["seeds"][str(seed)] = _of_seed(arguments, seed)
+        summary = {**asked, "seeds": content["seeds"], "mean": _means(list(content["seeds"].values()))}
         write(arguments.out, summary)
-        print(f"seed {seed}: {json.dumps(found['seeds'][str(seed)])}", flush=True)
+        print(f"seed {seed}: {json.dumps(content['seeds'][str(seed)])}", flush=True)
     return summary
 
 

@@ -42,19 +42,19 @@ def compare(config: str, steps: int, overrides: list[str], folder: Path) -> dict
     }
 
 
-def told(config: str, found: dict[str, Any]) -> str:
+def told(config: str, result: dict[str, Any]) -> str:
     """Return a line on a config: differences, and peaks as predicted / measured, marked where they are not near."""
     peaks = []
-    for name, sizes in found["peaks"].items():
+    for name, sizes in result["peaks"].items():
         predicted, measured = sizes["predicted_bytes"], sizes["measured_bytes"]
         mark = "" if is_near(predicted, measured) else " !"
         peaks.append(f"{name} {predicted / MIB:.0f} / {measured / MIB:.0f}{mark}")
-    apart = f"{found['largest_difference']:.1e} apart ({found['largest_of_20_steps']:.1e} in 20 steps)"
+    apart = f"{result['largest_difference']:.1e} apart ({result['largest_of_20_steps']:.1e} in 20 steps)"
     return f"{Path(config).stem}: {apart}; {', '.join(peaks)} MiB"
 
 
 def has_data(config: str) -> bool:
-    """Tell whether the training data of a config are there."""
+    """Return whether the training data of a config exist."""
     train_data = load_config(config, []).data.train
     paths = train_data if isinstance(train_data, list) else [train_data]
     return all((ROOT / str(path)).exists() for path in paths)

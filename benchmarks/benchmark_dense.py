@@ -1,4 +1,4 @@
-"""What `train.dense_sharding` saves and costs by the width of the dense part; see `benchmark.py dense --help`.
+"""Memory and time of `train.dense_sharding` by the width of the dense part; see `benchmark.py dense --help`.
 
 torchrun --nproc-per-node 2 benchmarks/benchmark.py dense --out benchmarks/dense.json
 """
@@ -50,18 +50,18 @@ class Replicated:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Carry out `benchmark.py dense`: steps of both forms in turn; bytes of a rank, medians of the time of a step."""
-    found = {}
+    measured = {}
     with open_world(arguments.device, 1) as world:
         rows = torch.randn(arguments.rows, FEATURES, device=world.device)
         for width in arguments.widths:
-            found[str(width)] = _measure(
+            measured[str(width)] = _measure(
                 {form: Replicated(width, form, world) for form in FORMS}, rows, arguments.steps
             )
             if world.rank == 0:
-                print(f"two layers of {width}: {found[str(width)]['ratio']}", flush=True)
+                print(f"two layers of {width}: {measured[str(width)]['ratio']}", flush=True)
         ranks, device = world.world_size, world.device.type
     settings = {"ranks": ranks, "device": device, "rows_of_a_rank": arguments.rows, "steps": arguments.steps}
-    return {**settings, "widths": found, "versions": installed_versions()}
+    return {**settings, "widths": measured, "versions": installed_versions()}
 
 
 def _measure(forms: dict[str, Replicated], rows: torch.Tensor, steps: int) -> dict[str, Any]:
@@ -81,8 +81,8 @@ def _measure(forms: dict[str, Replicated], rows: torch.Tensor, steps: int) -> di
         for form, replicated in forms.items()
     }
     ratios = [shared / plain for shared, plain in zip(seconds["optimizer"][2:], seconds["none"][2:], strict=True)]
-    whole = {form: sum(size for key, size in each.items() if key.endswith("bytes")) for form, each in figures.items()}
-    ratio = {"dense_bytes": whole["optimizer"] / whole["none"], "ms_a_step": statistics.median(ratios)}
+    totals = {form: sum(size for key, size in each.items() if key.endswith("bytes")) for form, each in figures.items()}
+    ratio = {"dense_bytes": totals["optimizer"] / totals["none"], "ms_a_step": statistics.median(ratios)}
     return {**figures, "ratio": {key: round(value, 4) for key, value in ratio.items()}}
 
 

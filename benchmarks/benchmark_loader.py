@@ -133,7 +133,7 @@ def load(loader: Loader) -> Iterator[int]:
 
 @dataclass
 class Cost:
-    """What some steps took: rows, process CPU time over all threads, wall time, and hashing."""
+    """Cost of some steps: rows, CPU time of the process over all threads, wall time, and hashing."""
 
     rows: int = 0
     cpu_ns: int = 0

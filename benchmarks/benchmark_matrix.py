@@ -55,8 +55,8 @@ OTHERS = {
 
 
 def cases() -> dict[str, list[str]]:
-    """Return overrides by what they are, the plain ones first."""
-    found = {}
+    """Return the overrides of each case by its name, the plain ones first."""
+    overrides = {}
     for kernel, dtype, optimizer in product(ComputeKernel, DataType, TableOptimizer):
         if optimizer.value.path is None and kernel is not ComputeKernel.fused:
             continue  # which configs refuse
@@ -64,8 +64,11 @@ def cases() -> dict[str, list[str]]:
         options = [f"tables.{table}.compute_kernel={kernel.name}" for table in tables]
         options += [f"tables.{table}.data_type={dtype.name}" for table in tables]
         options += [f"tables.{table}.init_range=0.1" for table in tables if dtype is DataType.FP8]
-        found[f"{dtype.name} {optimizer.name} {kernel.name}"] = [*options, f"optimizer.tables.name={optimizer.name}"]
-    return {**dict(list(found.items())[:1]), **OTHERS, **found}
+        overrides[f"{dtype.name} {optimizer.name} {kernel.name}"] = [
+            *options,
+            f"optimizer.tables.name={optimizer.name}",
+        ]
+    return {**dict(list(overrides.items())[:1]), **OTHERS, **overrides}
 
 
 def measure(overrides: list[str], world: World) -> dict[str, Any]:
@@ -110,30 +113,32 @@ def _of_all(num_updates: int, _: str) -> int:
 
 def _state(built: Built) -> dict[str, torch.Tensor]:
     """Return copies of all that training changes, as bytes on the host, by name."""
-    found = dict(built.dense_model.state_dict())
+    tensors = dict(built.dense_model.state_dict())
     for number, state in enumerate(built.dense_optimizer.state.values()):
-        found |= {f"optimizer {number} {name}": value for name, value in state.items() if torch.is_tensor(value)}
+        tensors |= {f"optimizer {number} {name}": value for name, value in state.items() if torch.is_tensor(value)}
     for name, table in {**table_tensors(built.model), **built.table_updates.state()}.items():
         shards = table.local_shards() if hasattr(table, "local_shards") else []
-        found |= {f"{name} {i}": shard.tensor for i, shard in enumerate(shards)} or {name: table}
-    return {name: value.detach().cpu().contiguous().view(-1).view(torch.uint8).clone() for name, value in found.items()}
+        tensors |= {f"{name} {i}": shard.tensor for i, shard in enumerate(shards)} or {name: table}
+    return {
+        name: value.detach().cpu().contiguous().view(-1).view(torch.uint8).clone() for name, value in tensors.items()
+    }
 
 
 @contextmanager
 def _host_waits(device: torch.device) -> Iterator[Counter[str]]:
     """Count where the host waits for a GPU, by file and line; events that it waits for are not among them."""
-    found: Counter[str] = Counter()
+    places: Counter[str] = Counter()
     if device.type != "cuda":
-        yield found
+        yield places
         return
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield places
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found.update(f"{Path(each.filename).name}:{each.lineno}" for each in told if "synchroni" in str(each.message))
+    places.update(f"{Path(each.filename).name}:{each.lineno}" for each in caught if "synchroni" in str(each.message))
 
 
 def run(arguments: argparse.Namespace, write: Callable[[Path | None, dict[str, Any]], Any]) -> dict[str, Any]:
@@ -143,22 +148,22 @@ def run(arguments: argparse.Namespace, write: Callable[[Path | None, dict[str, A
     errors after one.
     """
     quiet_libraries()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if arguments.out is not None and arguments.out.exists():
-        found = json.loads(arguments.out.read_text())["cases"]
+        results = json.loads(arguments.out.read_text())["cases"]
     chosen = list(cases().items())[: arguments.most]
-    result: dict[str, Any] = {"cases": found}
+    result: dict[str, Any] = {"cases": results}
     with open_world(arguments.device, 1) as world:
-        for name, overrides in [each for each in chosen if each[0] not in found]:
+        for name, overrides in [each for each in chosen if each[0] not in results]:
             try:
-                found[name] = measure([*overrides, *arguments.overrides], world)
+                results[name] = measure([*overrides, *arguments.overrides], world)
             except Exception as error:
-                found[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
-            shown = {key: value for key, value in found[name].items() if key != "losses" and value}
-            print(f"{name}: {shown or found[name].get('losses', [])[-1:]}", flush=True)
-            result = {"cases": found, "device": str(world.device), "versions": installed_versions()}
+                results[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            shown = {key: value for key, value in results[name].items() if key != "losses" and value}
+            print(f"{name}: {shown or results[name].get('losses', [])[-1:]}", flush=True)
+            result = {"cases": results, "device": str(world.device), "versions": installed_versions()}
             write(arguments.out, result)
-            if arguments.out is not None and "error" in found[name] and not _answers(world.device):
+            if arguments.out is not None and "error" in results[name] and not _answers(world.device):
                 os.execv(sys.executable, [sys.executable, *sys.argv])
     return result
 

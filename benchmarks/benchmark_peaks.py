@@ -211,18 +211,18 @@ def is_near(predicted: int, measured: int) -> bool:
 
 def run(arguments: argparse.Namespace, write: Callable[[Path | None, dict[str, Any]], Any]) -> dict[str, Any]:
     """Carry out `benchmark.py peaks`; the file is written after each case, and one that fails is told by its error."""
-    found: dict[str, Any] = {}
-    result = {"overrides": arguments.overrides, "peaks": found, "versions": installed_versions()}
+    peaks: dict[str, Any] = {}
+    result = {"overrides": arguments.overrides, "peaks": peaks, "versions": installed_versions()}
     names = [name for name in arguments.only or CASES if CASES[name].nproc <= arguments.ranks]
     with ThreadPoolExecutor(arguments.at_once) as pool:
         begun = {pool.submit(_measure_apart, CASES[name], arguments.overrides): name for name in names}
         for done in as_completed(begun):
             name = begun[done]
-            found[name] = {"error": str(done.exception())} if done.exception() else done.result()
+            peaks[name] = {"error": str(done.exception())} if done.exception() else done.result()
             write(arguments.out, result)
             for line in [str(done.exception())] if done.exception() else map(_line, done.result()):
                 print(f"{name}: {line}", flush=True)
-    result["peaks"] = {name: found[name] for name in names}
+    result["peaks"] = {name: peaks[name] for name in names}
     return result
 
 

@@ -59,9 +59,9 @@ def rates(run_dir: Path, data: Path, repeats: int, overrides: list[str]) -> dict
     run = find_run(str(run_dir), [*overrides, f"data.test={data}"])
     with open_world(run.config.run.device, run.config.run.num_threads) as world:
         opened = OpenRun(run.in_order(1), world, [], run.given("rows", str(data), None))
-        found = in_turn(run, opened, repeats)
+        measured = in_turn(run, opened, repeats)
         del opened
-    return found
+    return measured
 
 
 def in_turn(run: Finished, opened: OpenRun, repeats: int) -> dict[str, dict[str, list[float]]]:
@@ -72,7 +72,7 @@ def in_turn(run: Finished, opened: OpenRun, repeats: int) -> dict[str, dict[str,
         "evaluation": lambda out: evaluate_dataset(inputs, opened.model, "test"),
         "prediction": lambda out: write_blocks(opened, out / str(next(number)), "rows", task, scores_of_rows),
     }
-    found: dict[str, dict[str, list[float]]] = {name: {"rows_per_s": [], "rows_per_cpu_s": []} for name in actions}
+    measured: dict[str, dict[str, list[float]]] = {name: {"rows_per_s": [], "rows_per_cpu_s": []} for name in actions}
     with tempfile.TemporaryDirectory() as out:
         for repeat in range(repeats + 1):
             for name, action in actions.items():
@@ -81,9 +81,9 @@ def in_turn(run: Finished, opened: OpenRun, repeats: int) -> dict[str, dict[str,
                 seconds, cpu_seconds = time.monotonic() - start, time.process_time() - cpu_start
                 opened.model.eval()
                 if repeat:
-                    found[name]["rows_per_s"].append(inputs.datasets["test"].num_rows / seconds)
-                    found[name]["rows_per_cpu_s"].append(inputs.datasets["test"].num_rows / cpu_seconds)
-    return found
+                    measured[name]["rows_per_s"].append(inputs.datasets["test"].num_rows / seconds)
+                    measured[name]["rows_per_cpu_s"].append(inputs.datasets["test"].num_rows / cpu_seconds)
+    return measured
 
 
 def peak_bytes(run_dir: Path, data: Path, overrides: list[str]) -> int:
@@ -104,19 +104,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         str(rows): peak_bytes(run_dir, path, arguments.overrides)
         for rows, path in ((arguments.rows // FILES, first), (arguments.rows, data))
     }
-    found = rates(run_dir, first, arguments.repeats, arguments.overrides)
+    measured = rates(run_dir, first, arguments.repeats, arguments.overrides)
     if arguments.remove:
         shutil.rmtree(run_dir.parent)
     ratios = {
         unit: statistics.median(
-            p / e for p, e in zip(found["prediction"][unit], found["evaluation"][unit], strict=True)
+            p / e for p, e in zip(measured["prediction"][unit], measured["evaluation"][unit], strict=True)
         )
         for unit in ("rows_per_s", "rows_per_cpu_s")
     }
     return {
         "rows": arguments.rows // FILES,
         "overrides": arguments.overrides,
-        **found,
+        **measured,
         "prediction_to_evaluation": ratios,
         "peak_rss_bytes_by_rows": peaks,
         "versions": installed_versions(),

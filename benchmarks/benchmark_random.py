@@ -51,11 +51,11 @@ def run(
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             ranks[str(seed)] = measure(seed, Path(folder), *arguments.overrides)
-        for rank, found in enumerate(ranks[str(seed)]):
-            near = {phase for phase, sizes in found.items() if "phase" not in phase and _is_near(sizes)}
+        for rank, phases in enumerate(ranks[str(seed)]):
+            near = {phase for phase, sizes in phases.items() if "phase" not in phase and _is_near(sizes)}
             if "peak" not in near:
                 missed.append((seed, rank))
-            shown = (f"{phase} {_shown(sizes)}{'' if phase in near else ' !'}" for phase, sizes in found.items())
+            shown = (f"{phase} {_shown(sizes)}{'' if phase in near else ' !'}" for phase, sizes in phases.items())
             print(f"seed {seed}, rank {rank}: {', '.join(list(shown)[:-1])}", flush=True)
         print(f"seed {seed}: {time.monotonic() - start:.0f} s", flush=True)
         write(arguments.out, result | {"versions": installed_versions()})

@@ -42,8 +42,8 @@ def rates(score: dict[str, Any], folder: Path, data: Path) -> dict[str, float]:
         times.append(1000 * (time.perf_counter() - begin))
     cpu_ms = 1000 * (time.process_time() - cpu) / REQUESTS
     p50, p99 = np.percentile(times, [50, 99])
-    found = {"rows_per_second": len(table) / seconds, "p50_ms": p50, "p99_ms": p99, "cpu_ms": cpu_ms}
-    return {name: round(float(value), 2) for name, value in found.items()}
+    figures = {"rows_per_second": len(table) / seconds, "p50_ms": p50, "p99_ms": p99, "cpu_ms": cpu_ms}
+    return {name: round(float(value), 2) for name, value in figures.items()}
 
 
 def large_copy(score: dict[str, Any], folder: Path, to: Path, gib: float) -> int:
@@ -99,13 +99,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
     score = runpy.run_path(str(words.export / "score.py"))
-    found: dict[str, Any] = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "candidates": CANDIDATES}
-    found |= rates(score, words.export, words.rows) | {"opening": opening(words.export, words.rows)}
+    figures: dict[str, Any] = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "candidates": CANDIDATES}
+    figures |= rates(score, words.export, words.rows) | {"opening": opening(words.export, words.rows)}
     with tempfile.TemporaryDirectory(dir=words.export.absolute().parent) as parent:
-        found["table_bytes"] = large_copy(score, words.export, Path(parent) / "large", words.gib)
-        found["opening_large"] = opening(Path(parent) / "large", words.rows)
-        found["large"] = rates(score, Path(parent) / "large", words.rows)
-    text = json.dumps(found, indent=1)
+        figures["table_bytes"] = large_copy(score, words.export, Path(parent) / "large", words.gib)
+        figures["opening_large"] = opening(Path(parent) / "large", words.rows)
+        figures["large"] = rates(score, Path(parent) / "large", words.rows)
+    text = json.dumps(figures, indent=1)
     print(text)
     if words.out:
         words.out.write_text(text + "\n")

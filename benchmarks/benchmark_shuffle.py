@@ -1,4 +1,4 @@
-"""How far apart neighbours of a file end up in the order of training; see `benchmark.py shuffle --help`."""
+"""Distances of neighbouring rows of a file in the order of training; see `benchmark.py shuffle --help`."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from recsys.data.order import EpochOrder, RowGroups, Window, slice_bounds
 
 
 def training_places(num_groups: int, group_rows: int, num_streams: int, groups_in_window: int) -> np.ndarray:
-    """Return when each row of the files is trained, int64 [rows]: the round in which its stream gives it."""
+    """Return the time when each row of the files is trained, int64 [rows]: its place in its stream."""
     zeros = np.zeros(num_groups, np.int32)
     rows = np.full(num_groups, group_rows, np.int64)
     groups = RowGroups(("file",), zeros, np.arange(num_groups, dtype=np.int32), rows, rows)
@@ -22,8 +22,8 @@ def training_places(num_groups: int, group_rows: int, num_streams: int, groups_i
     order = EpochOrder(groups, 1, 0, True, slots, groups_in_window * group_rows)
     places = np.empty(num_groups * group_rows, np.int64)
     for v in range(num_streams):
-        found = np.concatenate([_rows(window, group_rows) for window in order.windows(v)])
-        places[found] = np.arange(len(found))
+        trained = np.concatenate([_rows(window, group_rows) for window in order.windows(v)])
+        places[trained] = np.arange(len(trained))
     return places
 
 

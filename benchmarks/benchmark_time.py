@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Carry out `benchmark.py time`."""
-    found: dict[str, dict[str, Any]] = {}
+    by_run: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(arguments.repeats):
             for ranks in arguments.ranks:
@@ -55,15 +55,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 for name in arguments.only:
                     predicted = _predicted(name, ranks, speeds, Path(folder), arguments.threads)
                     measured = _measured(name, ranks, arguments.seconds * predicted, Path(folder), arguments.threads)
-                    each = found.setdefault(f"{name}, ranks: {ranks}", {"predicted": [], "measured": []})
+                    each = by_run.setdefault(f"{name}, ranks: {ranks}", {"predicted": [], "measured": []})
                     each["predicted"].append(round(predicted))
                     each["measured"].append(round(measured))
                     print(f"{name}, ranks: {ranks}: {predicted / measured - 1:+.0%}", flush=True)
-    for each in found.values():
+    for each in by_run.values():
         ratios = [p / m for p, m in zip(each["predicted"], each["measured"], strict=True)]
         each["ratio"] = round(statistics.median(ratios), 3)
-    within = sum(abs(each["ratio"] - 1) <= 0.2 for each in found.values())
-    return {"within_20_percent": within, "of": len(found), "samples_per_s": found, "versions": installed_versions()}
+    within = sum(abs(each["ratio"] - 1) <= 0.2 for each in by_run.values())
+    return {"within_20_percent": within, "of": len(by_run), "samples_per_s": by_run, "versions": installed_versions()}
 
 
 def _config(name: str, folder: Path) -> list[str]:
@@ -88,8 +88,8 @@ def _predicted(name: str, ranks: int, speeds: Path, folder: Path, threads: int) 
     words = [f"topology.speeds={speeds}", f"topology.world_size={ranks}", f"run.num_threads={threads}"]
     words += [f"run.dir={folder}/dry", "memory.fit=false"]
     _output([sys.executable, "train.py", *_config(name, folder), "--dry-run", *words])
-    found: dict[str, Any] = json.loads((folder / "dry/memory/dry_run.json").read_text())["time"]
-    return float(found["samples_per_s"])
+    prediction: dict[str, Any] = json.loads((folder / "dry/memory/dry_run.json").read_text())["time"]
+    return float(prediction["samples_per_s"])
 
 
 def _measured(name: str, ranks: int, rows: float, folder: Path, threads: int) -> float:

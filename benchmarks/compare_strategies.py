@@ -117,7 +117,7 @@ def strategies(
     quotients = {name: 2 + int(2 * (table.num_embeddings) ** 0.5) + 1 for name, table in large.items()}
     batch = config.train.global_batch_size
     lists = [name for name, feature in config.features.items() if feature.max_length]
-    found = [
+    chosen = [
         Strategy(PLAIN, tuple(of_plain), command=("benchmarks/plain_torch.py",)),
         *(
             [Strategy("plain torch, padded lists", tuple(of_plain), command=("benchmarks/plain_torch.py", "--pad"))]
@@ -153,7 +153,7 @@ def strategies(
         Strategy("two processes, dense state shared", (*full, "train.dense_sharding=optimizer"), nproc=2),
     ]
     if config.model.needs().labels:
-        found += [
+        chosen += [
             Strategy("half of the negatives", (*full, "data.keep_negatives=0.5")),
             Strategy("half the dimension, taught by the whole", (*full, *halved), teacher=full),
         ]
@@ -168,8 +168,8 @@ def strategies(
         ),
     ):
         stack += overrides
-        found.append(Strategy(f"stack: {name}" if stack == overrides else f"stack: + {name}", stack))
-    return found
+        chosen.append(Strategy(f"stack: {name}" if stack == overrides else f"stack: + {name}", stack))
+    return chosen
 
 
 def run_once(strategy: Strategy, config: str, overrides: list[str], seed: int) -> dict[str, Any]:
@@ -186,9 +186,9 @@ def run_once(strategy: Strategy, config: str, overrides: list[str], seed: int) -
             seeded.append(f"train.distill.teacher={folder}/teacher")
         _run(strategy.name, [*launcher, script, config, *seeded, *strategy.overrides, f"run.dir={run_dir}", *options])
         result = json.loads((run_dir / "result.json").read_text())
-        found = result if "memory" in result else {**result, **_memory_of_ranks(run_dir, result["world_size"])}
-        kept = ("memory", "served_bytes", "loader_bytes", "peak_rss_bytes", "peak_bytes", "samples_per_s", "steps")
-        return {**{key: found[key] for key in kept}, "test": found["metrics"]["test"]}
+        measured = result if "memory" in result else {**result, **_memory_of_ranks(run_dir, result["world_size"])}
+        keys = ("memory", "served_bytes", "loader_bytes", "peak_rss_bytes", "peak_bytes", "samples_per_s", "steps")
+        return {**{key: measured[key] for key in keys}, "test": measured["metrics"]["test"]}
 
 
 def _run(name: str, command: list[str]) -> None:
@@ -267,14 +267,14 @@ def as_markdown(result: dict[str, Any]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in rows.items():
-        found = row["summary"]
-        mib = [f"{found[key] / 2**20:,.2f}" for key in ("table_bytes", "served_bytes", "dense_bytes")]
+        summary = row["summary"]
+        mib = [f"{summary[key] / 2**20:,.2f}" for key in ("table_bytes", "served_bytes", "dense_bytes")]
         keys = ("loader_bytes", "peak_rss_bytes", "peak_bytes")
-        whole = ["–" if found[key] is None else f"{found[key] / 2**20:,.0f}" for key in keys]
-        less = f"{plain['table_bytes'] / found['table_bytes']:.1f}×"
-        score = f"{found[metric]:.4f} ± {found['stdev']:.4f}" if len(row["runs"]) > 1 else f"{found[metric]:.4f}"
-        cells = [name, mib[0], less, *mib[1:], *whole, f"{found['samples_per_s']:,.0f}", score]
-        lines.append(f"| {' | '.join(cells)} | {found[metric] - plain[metric]:+.4f} |")
+        memory = ["–" if summary[key] is None else f"{summary[key] / 2**20:,.0f}" for key in keys]
+        less = f"{plain['table_bytes'] / summary['table_bytes']:.1f}×"
+        score = f"{summary[metric]:.4f} ± {summary['stdev']:.4f}" if len(row["runs"]) > 1 else f"{summary[metric]:.4f}"
+        cells = [name, mib[0], less, *mib[1:], *memory, f"{summary['samples_per_s']:,.0f}", score]
+        lines.append(f"| {' | '.join(cells)} | {summary[metric] - plain[metric]:+.4f} |")
     return "\n".join(lines) + "\n"
 
 

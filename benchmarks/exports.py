@@ -84,7 +84,7 @@ def compare(config: Path, python: Path, folder: Path) -> dict[str, float | int]:
     pq.write_table(draw_rows(loaded), data, row_group_size=3000)
     recsys("train", config.resolve(), f"run.dir={run}", f"train.max_steps={STEPS}", *NO_EVALUATION)
     recsys("export", run, export, "--trust-code")
-    found: dict[str, float | int] = {}
+    differences: dict[str, float | int] = {}
     tasks: dict[str, tuple[object, ...]] = {"predict": ()}
     if loaded.data.items:
         tasks["recommend"] = ("--k", K)
@@ -97,11 +97,13 @@ def compare(config: Path, python: Path, folder: Path) -> dict[str, float | int]:
         if a.column_names != b.column_names or not len(a) == len(b) == ROWS:
             sys.exit(f"{config}: {len(a)} rows of {a.column_names}, and {len(b)} of {b.column_names}")
         scores = [name for name in a.column_names if name.startswith("score")]
-        found[f"{task}_difference"] = max(float(np.abs(numbers(a[name]) - numbers(b[name])).max()) for name in scores)
+        differences[f"{task}_difference"] = max(
+            float(np.abs(numbers(a[name]) - numbers(b[name])).max()) for name in scores
+        )
         others = [name for name in a.column_names if name not in scores]
         pairs = zip(a.select(others).to_pylist(), b.select(others).to_pylist(), strict=True)
-        found[f"{task}_rows_that_differ"] = sum(x != y for x, y in pairs)
-    return found
+        differences[f"{task}_rows_that_differ"] = sum(x != y for x, y in pairs)
+    return differences
 
 
 def main() -> None:

@@ -87,20 +87,20 @@ def main() -> None:
         shape, data, library, compiled = arguments.count
         print(count(shape, Path(data), library, compiled == "compiled"))
         return
-    found: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int]] = {}
     with tempfile.TemporaryDirectory() as folder:
         library = f"{folder}/locks.so"
         build = ["cc", "-x", "c", "-", "-O2", "-shared", "-fPIC", "-o", library, "-ldl"]
         subprocess.run(build, input=COUNTER, text=True, check=True)
         for shape in arguments.shapes:
             throughput.write_files(Path(folder, shape), shape, 8 * throughput.ROW_GROUP_ROWS, 100_000)  # one a stream
-            found[shape] = {}
+            counts[shape] = {}
             for how in ("by_numpy", "compiled"):
                 command = [sys.executable, __file__, "--count", shape, f"{folder}/{shape}", library, how]
                 variables = {**os.environ, "LD_PRELOAD": library}
                 done = subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE, text=True)
-                found[shape][how] = int(done.stdout)
-    text = json.dumps({"per_65536_rows": found, "versions": installed_versions(), "machine": machine()}, indent=1)
+                counts[shape][how] = int(done.stdout)
+    text = json.dumps({"per_65536_rows": counts, "versions": installed_versions(), "machine": machine()}, indent=1)
     print(text)
     if arguments.out is not None:
         arguments.out.write_text(text + "\n")

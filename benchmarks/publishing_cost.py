@@ -64,17 +64,17 @@ def timed(owner: Any, name: str, clock: Callable[[], float], calls: list[float])
 
 def kinds(published: Path) -> dict[str, Any]:
     """Return the bytes of the publications that are still there, and of deltas over those of their rows."""
-    found: dict[str, Any] = {}
+    publications: dict[str, Any] = {}
     strides: dict[str, int] = {}
     for folder in sorted(published.iterdir(), key=lambda path: path.name.partition("-")[2]):
         manifest = json.loads((folder / "manifest.json").read_text())
-        found[folder.name] = {"bytes": sum(file["bytes"] for file in manifest["files"].values())}
+        publications[folder.name] = {"bytes": sum(file["bytes"] for file in manifest["files"].values())}
         strides |= {name: table["vectors"]["stride"] for name, table in manifest.get("tables", {}).items()}
         if strides and folder.name.startswith("delta-"):
             sizes = {name: (folder / f"tables/{name}.bin").stat().st_size for name in strides}
             rows = sum(size // (strides[name] + 8) * strides[name] for name, size in sizes.items())
-            found[folder.name]["over_touched_rows"] = sum(sizes.values()) / rows if rows else None
-    return found
+            publications[folder.name]["over_touched_rows"] = sum(sizes.values()) / rows if rows else None
+    return publications
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ NUM_SHOWN = 16  # of what the host does in them
 def traced(step: Callable[[], Any], path: Path | None) -> dict[str, Any]:
     """Trace a few steps; return the share of their time in which a GPU ran no kernel, and what the host did in it."""
     on_gpu = torch.cuda.is_available()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as found:
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         start = time.perf_counter()
         for _ in range(TRACED_STEPS):
             step()
@@ -24,18 +24,18 @@ def traced(step: Callable[[], Any], path: Path | None) -> dict[str, Any]:
         if on_gpu:
             torch.cuda.synchronize()
     if path is not None:
-        found.export_chrome_trace(str(path))
-    return {"idle_share": idle_share(found), "host_ms_a_step": host_times(found, seconds)}
+        profiler.export_chrome_trace(str(path))
+    return {"idle_share": idle_share(profiler), "host_ms_a_step": host_times(profiler, seconds)}
 
 
-def host_times(found: Any, seconds: float) -> list[dict[str, float]]:
+def host_times(profiler: Any, seconds: float) -> list[dict[str, float]]:
     """Return where the thread that trains was in the traced steps, and then that of autograd, if it has one.
 
     Each is ms a step of the longest operations and calls of CUDA, without those that they made, and `python` for what
     is in none of them.
     """
     threads: dict[int, dict[str, float]] = {}
-    for event in found.events() or []:
+    for event in profiler.events() or []:
         if event.device_type == DeviceType.CPU:
             times = threads.setdefault(event.thread, {})
             times[event.name] = times.get(event.name, 0.0) + event.self_cpu_time_total / 1000
@@ -49,11 +49,11 @@ def host_times(found: Any, seconds: float) -> list[dict[str, float]]:
     return shown
 
 
-def idle_share(found: Any) -> float | None:
+def idle_share(profiler: Any) -> float | None:
     """Return the share of a profile in which the GPU ran no kernel; None: it knows of none."""
     spans = sorted(
         (event.time_range.start, event.time_range.end)
-        for event in found.events() or []
+        for event in profiler.events() or []
         # Ranges that the host marks are shown on the device too, from their first kernel to their last.
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation and not event.name.startswith("##")
     )

@@ -105,9 +105,9 @@ def write_files(folder: Path, shape: str, num_rows: int, max_rows: int) -> None:
             digits = hash_integers(chosen, i).astype(">u4").tobytes().hex().encode()
             eights = pa.FixedSizeBinaryArray.from_buffers(pa.binary(8), number, [None, pa.py_buffer(digits)])
             return eights.cast(pa.string())
-        found = pa.array(chosen)
+        values = pa.array(chosen)
         bounds = pa.array(np.arange(number + 1, dtype=np.int32) * ids)
-        return found if shape == "criteo" else pa.ListArray.from_arrays(bounds, found)
+        return values if shape == "criteo" else pa.ListArray.from_arrays(bounds, values)
 
     def tables() -> Iterator[pa.Table]:
         with ThreadPoolExecutor() as pool:  # drawing numbers takes longer than all the rest
@@ -156,13 +156,13 @@ def train(built: Built, batches: Iterator[Batch], world: World, arguments: argpa
         output = step(number)
     seconds = now(world.device) - start
     output.read()
-    found = {"steps_per_s": arguments.steps / seconds, "wait_share": (timed.seconds - waited) / seconds}
-    found |= {"loss": output.loss}
+    figures = {"steps_per_s": arguments.steps / seconds, "wait_share": (timed.seconds - waited) / seconds}
+    figures |= {"loss": output.loss}
     if on_gpu:
-        found |= {"device_peak_bytes": torch.cuda.max_memory_allocated(world.device)}
-    found |= traced(lambda: step(arguments.warm + arguments.steps), arguments.trace)
+        figures |= {"device_peak_bytes": torch.cuda.max_memory_allocated(world.device)}
+    figures |= traced(lambda: step(arguments.warm + arguments.steps), arguments.trace)
     pipeline.detach()
-    return found
+    return figures
 
 
 def measure(shape: str, variant: str, data: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -178,10 +178,10 @@ def measure(shape: str, variant: str, data: Path, arguments: argparse.Namespace)
         rows, sizes = held[0].num_rows * world.world_size, sizes_of(config, held[0])
         built: Built | None = None
 
-        def add(feed: str, found: dict[str, Any]) -> None:
-            shown = {"samples_per_s": round(found.pop("steps_per_s") * rows)}
+        def add(feed: str, figures: dict[str, Any]) -> None:
+            shown = {"samples_per_s": round(figures.pop("steps_per_s") * rows)}
             results.append({"shape": shape, "variant": variant, "feed": feed, "ranks": world.world_size, **shown})
-            results[-1] |= {name: round(v, 4) if isinstance(v, float) else v for name, v in found.items()}
+            results[-1] |= {name: round(v, 4) if isinstance(v, float) else v for name, v in figures.items()}
             results[-1] |= sizes
             if world.rank == 0:
                 print(json.dumps(results[-1]), flush=True)

@@ -97,10 +97,10 @@ class Trace:
         if event == "return" and code.co_name == "losses":
             self.counts_training = False  # until the next step
         count = code.co_argcount + code.co_kwonlyargcount
-        given = [frame.f_locals[name] for name in code.co_varnames[:count] if name != "self"]
+        values = [frame.f_locals[name] for name in code.co_varnames[:count] if name != "self"]
         if event == "return":  # a bare array from a function that got no data is memory, or an order
-            given = [] if isinstance(result, np.ndarray) else [result]
-        if any(map(_holds_data, given)):
+            values = [] if isinstance(result, np.ndarray) else [result]
+        if any(map(_holds_data, values)):
             file = code.co_filename.rpartition("/recsys/")[2]
             names = (self.training if trains else self.reading).setdefault(file, [])
             names += [name for name in [code.co_name] if name not in names]

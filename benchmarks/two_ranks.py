@@ -75,16 +75,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     common = ["train.max_steps=20", "data.valid=null", "data.test=null", *arguments.overrides]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         one = train(Path(folder) / "one", 1, common, arguments.seconds)
         for name in arguments.cases:
-            found[name] = two = train(Path(folder) / name, 2, [*common, *CASES[name]], arguments.seconds)
+            results[name] = two = train(Path(folder) / name, 2, [*common, *CASES[name]], arguments.seconds)
             pairs = list(zip(one.get("losses", []), two.get("losses", []), strict=False))
-            found[name]["losses_apart"] = max((abs(a - b) for a, b in pairs), default=None)
+            results[name]["losses_apart"] = max((abs(a - b) for a, b in pairs), default=None)
             print(f"{name}: {two.get('error') or two['losses_apart']}", flush=True)
             if arguments.out is not None:
-                result = {"overrides": arguments.overrides, "one_rank": one, "two_ranks": found}
+                result = {"overrides": arguments.overrides, "one_rank": one, "two_ranks": results}
                 text = json.dumps({**result, "versions": installed_versions(), "machine": machine()}, indent=1)
                 arguments.out.write_text(text + "\n")
             if "error" in two:

@@ -23,8 +23,8 @@ All words of all commands, as `--help` of each has them. What they are for: [the
 """
 
 
-class _Found(BaseException):
-    """The parser of a command, where it would have read its words."""
+class _ParserFound(BaseException):
+    """Raised in place of parsing, with the parser of a command."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser
@@ -34,15 +34,15 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     """Return the parser of a command of `recsys`."""
     cls, parse_args = argparse.ArgumentParser, argparse.ArgumentParser.parse_args
 
-    def found(parser: argparse.ArgumentParser, *words: Any) -> argparse.Namespace:
+    def stop_with_parser(parser: argparse.ArgumentParser, *words: Any) -> argparse.Namespace:
         if parser.prog == "recsys":  # which finds out the command
             return parse_args(parser, *words)
-        raise _Found(parser)
+        raise _ParserFound(parser)
 
     try:
-        with mock.patch.multiple(cls, parse_args=found, parse_intermixed_args=found):
+        with mock.patch.multiple(cls, parse_args=stop_with_parser, parse_intermixed_args=stop_with_parser):
             program.main([command])
-    except _Found as end:
+    except _ParserFound as end:
         return end.parser
     raise AssertionError(f"recsys {command} reads no words")
 
@@ -53,7 +53,7 @@ def page() -> str:
 
 
 def _section(parser: argparse.ArgumentParser, level: str = "##", about: str = "") -> str:
-    """Return the heading, the description and the words of a command, and those of commands below it."""
+    """Return the heading, the description and the arguments of a command, and those of its subcommands."""
     description = " ".join((parser.description or about).split())
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     rows = [_row(action) for action in parser._actions if action not in below and "--help" not in action.option_strings]
@@ -68,7 +68,7 @@ def _section(parser: argparse.ArgumentParser, level: str = "##", about: str = ""
 
 
 def _row(action: argparse.Action) -> str:
-    """Return the row of a word."""
+    """Return the table row of an argument."""
     helped = (action.help or "") % {**vars(action), "prog": ""}
     default, shown = "", f"({action.default})"
     if action.required and action.option_strings:
@@ -84,7 +84,7 @@ def _row(action: argparse.Action) -> str:
 
 
 def _choices(action: argparse.Action, helped: str) -> str:
-    """Return the choices of a word, where its meaning does not name them."""
+    """Return the choices of an argument, unless its help names them."""
     choices = [str(choice) for choice in action.choices or ()]
     return "" if all(choice in helped for choice in choices) else f"of {', '.join(choices)}"
 

@@ -52,7 +52,7 @@ def page() -> str:
 
 
 def sections_of(section: type, key: str = "") -> dict[str, type]:
-    """Return a dataclass and those below it, by the key that their fields stand under; the first by `key`."""
+    """Return a dataclass and the nested ones, by the key of their section; the first by `key`."""
     sections = {key: section}
     for field, kind in _fields(section):
         nested = next((part for part in _parts(kind) if dataclasses.is_dataclass(part)), None)
@@ -71,7 +71,7 @@ def _fields(section: type) -> Iterator[tuple[Any, Any]]:
 
 
 def _parts(kind: Any) -> list[Any]:
-    """Return the types that a type is made of: of `dict[str, X | None]` str and X."""
+    """Return the types that a type is composed of: of `dict[str, X | None]` str and X."""
     arguments = [part for part in typing.get_args(kind) if part is not NoneType]
     return [leaf for part in arguments for leaf in _parts(part)] if arguments else [kind]
 
@@ -115,7 +115,7 @@ def _text(documented: type) -> str:
 
 
 def _comments(section: type) -> dict[str, str]:
-    """Return by field the comments above it and at the end of its lines, as one text."""
+    """Return, by field, the comments above it and at the end of its lines, as one text."""
     if section.__module__ == "builtins":
         return {}
     source = textwrap.dedent(inspect.getsource(section))
@@ -168,7 +168,7 @@ def _default(field: Any) -> str:
 
 
 def _written(value: Any) -> str:
-    """Return a value as YAML has it."""
+    """Return a value in YAML."""
     if isinstance(value, Enum):
         return value.name
     return (

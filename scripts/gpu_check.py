@@ -133,20 +133,20 @@ def main() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:num_gpus])  # of what is started below
     out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"name": arguments.device, "num_gpus": num_gpus, "versions": installed_versions()}
+    device_facts: dict[str, Any] = {"name": arguments.device, "num_gpus": num_gpus, "versions": installed_versions()}
     if on_gpu:
         device = torch.cuda.get_device_properties(0)
-        found |= {"name": device.name, "memory_bytes": device.total_memory, "cuda": torch.version.cuda}
+        device_facts |= {"name": device.name, "memory_bytes": device.total_memory, "cuda": torch.version.cuda}
     if importlib.util.find_spec("onnxruntime"):
         import onnxruntime
 
-        found["onnxruntime"] = {onnxruntime.__version__: onnxruntime.get_available_providers()}
+        device_facts["onnxruntime"] = {onnxruntime.__version__: onnxruntime.get_available_providers()}
     deadline = time.monotonic() + arguments.seconds
     parts: dict[str, Any] = {}
     for name in arguments.parts:
         seconds = min(_PARTS[name].seconds, deadline - time.monotonic())
         parts[name] = _run(name, arguments, seconds) if seconds > 0 else {"status": "no time was left"}
-        (out / "parts.json").write_text(json.dumps({**found, "parts": parts}, indent=1) + "\n")
+        (out / "parts.json").write_text(json.dumps({**device_facts, "parts": parts}, indent=1) + "\n")
         print(f"{name}: {parts[name]}", flush=True)
     return int(any(each["status"] != 0 for each in parts.values()))
 
@@ -163,7 +163,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _run(name: str, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Run a part, and stop it after so many seconds; return how it ended, and show the end of what it said."""
+    """Run a part, and stop it after a number of seconds; return how it ended, and print the end of its output."""
     part, out = _PARTS[name], arguments.out
     options = part.command + (part.quick if arguments.quick else ())
     command = [option.format(device=arguments.device, out=out) for option in options]
@@ -173,12 +173,12 @@ def _run(name: str, arguments: argparse.Namespace, seconds: float) -> dict[str, 
         command += ["--out", f"{out}/{name}_{arguments.device.replace('cuda', 'gpu')}.json"]
     command += ["--ranks", str(arguments.nproc)] if part.ranked else []
     log, begin = out / f"{name}.log", time.monotonic()
-    with log.open("w") as told:
+    with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
             env=os.environ | (part.env if arguments.device == "cuda" else {}),
-            stdout=told,
+            stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that what it has started can be stopped with it
         )
@@ -193,7 +193,7 @@ def _run(name: str, arguments: argparse.Namespace, seconds: float) -> dict[str, 
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """Interrupt a process and what it has started, and kill what does not end by itself."""
+    """Interrupt a process and its children, and kill those that do not end by themselves."""
     with suppress(ProcessLookupError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGINT)
         process.wait(_GRACE_S)

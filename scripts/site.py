@@ -28,7 +28,7 @@ _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that stand elsewhere, and the files that links lead to."""
+    """Add pages from outside docs/, and the files that links refer to."""
     for source, page in PAGES.items():
         path = ROOT / source
         text = _page_of_notebook(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
@@ -43,14 +43,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links between files of the repository to pages of the site."""
+    """Replace links between files of the repository by links between pages of the site."""
     uri = page.file.src_uri
     folder = os.path.dirname(uri) or "."
     return _LINK.sub(lambda link: os.path.relpath(_uri(_target(uri, link[1])), folder), markdown)
 
 
 def _target(uri: str, link: str) -> str:
-    """Return the file of the repository that a link of a page leads to."""
+    """Return the file of the repository that a link of a page refers to."""
     source = _SOURCES.get(uri, f"docs/{uri}")
     return os.path.normpath(f"{os.path.dirname(source) or '.'}/{link}")
 
