@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recsys.config import Config
 from recsys.config.features import dims_of, evaluated_rows, id_features, rank_rows, sampled_rows
+from recsys.errors import UserError
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
 from recsys.memory.data_facts import of_rank_rows
 from recsys.memory.fakes import fake_inputs, fake_step, fake_tensors
@@ -108,7 +110,11 @@ def _traced(
     config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...], device: torch.device
 ) -> tuple[int, int]:
     """Return the peak of live bytes in the dense half beside parameters, their gradients and inputs, and the most of
-    them in the heap."""
+    them in the heap.
+
+    Raises:
+        UserError: a model of the user's own asks what its numbers are.
+    """
     parameters = list(step.dense.parameters())
     for parameter in parameters:
         parameter.grad = None
@@ -123,8 +129,15 @@ def _traced(
         HEAP_BLOCK_BYTES,
         workspace_bytes if device.type == "cuda" else no_workspace,
     )
-    with live, torch.set_grad_enabled(step.training):
-        step.dense(pooled, [by_id], batch)
+    try:
+        with live, torch.set_grad_enabled(step.training):
+            step.dense(pooled, [by_id], batch)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UserError(
+            f"config key 'model.name': the model goes by what its numbers are ({error.func}), as with rows[mask], "
+            f"nonzero() or an if, and its memory is predicted by shapes alone; compute all rows, and choose by "
+            f"torch.where"
+        ) from error
     if dist.get_world_size() > 1:  # gradients are views of exchange buffers, which always live
         return live.peak, live.heap_peak
     gradients = storage_bytes(p.grad for p in parameters if p.grad is not None)

@@ -18,6 +18,7 @@ from torch import nn
 from recsys.config import Device, LabelConfig, ModelConfig, load_config
 from recsys.errors import UserError
 from recsys.memory.data_facts import data_facts
+from recsys.memory.dry_run import rehearse_run
 from recsys.memory.fakes import fake_inputs
 from recsys.models.base import DenseInputs, Model
 from recsys.models.dropout import RowDropout
@@ -236,6 +237,26 @@ def test_weights_that_only_the_first_micro_batch_uses_keep_its_gradients(
             del dense
         assert by_order[True][1].any()
         torch.testing.assert_close(by_order[True], by_order[False])
+
+
+class PicksRows(Own):
+    layer = nn.Linear(4, 4)
+
+    def forward(self, vectors: Any, floats: torch.Tensor) -> torch.Tensor:
+        rows = vectors["user_id"][:, :4]
+        return self.net(rows[rows[:, 0] > 0]).sum() + rows.sum(1)
+
+
+@pytest.mark.parametrize(("model", "asked"), [("PicksRows", "aten.nonzero"), ("UsedByFirstRows", "aten._local_scalar")])
+def test_a_model_that_goes_by_its_numbers_is_refused(
+    model: str, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Own, "layer", PicksRows.layer, raising=False)
+    config = load_config(config_of_own(tmp_path), [f"model.name={__name__}.{model}"])
+    with pytest.raises(
+        UserError, match=rf"'model\.name': the model goes by what its numbers are \({asked}.*torch\.where"
+    ):
+        rehearse_run(config)
 
 
 class Undecorated(OwnConfig):
