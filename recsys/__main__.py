@@ -109,7 +109,7 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
         words = _parse(arguments, prog, command)
         if words.command != "dry-run" and not words.debug:  # a debugger would lose the process
             restart_with_malloc_settings()
-        # Imported in this order, so that a mistake is told before the slow imports, and a missing package by name.
+        # Imported in this order, so that mistakes are reported before the slow imports, and missing packages by name.
         with importing():
             job = _job(words)
         return job()
@@ -142,7 +142,7 @@ def predict(arguments: Sequence[str], command: str) -> int:
     if command == "recommend":
         parser.add_argument("--k", type=positive, default=20, help="items for each row (20)")
     with mistakes_told(goes_on=True):
-        words, run = _found(parser, arguments)
+        words, run = _run_named_by(parser, arguments)
         from recsys.serving.embeddings import embeddings
         from recsys.serving.predict import predict as score
         from recsys.serving.predict import recommend
@@ -160,7 +160,7 @@ def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
     add_out(parser, "folder of the compressed run, not there or empty", "data.valid")
     add_compression(parser)
     with mistakes_told():
-        words, run = _found(parser, arguments)
+        words, run = _run_named_by(parser, arguments)
         from recsys.config import load_config
         from recsys.serving.compress import Request
         from recsys.serving.compress import compress as compress_run
@@ -227,7 +227,7 @@ def export(arguments: Sequence[str], prog: str = "recsys export") -> int:
     encodings, about = [encoding.name for encoding in TableEncoding], "how rows of tables are written (fp32)"
     parser.add_argument("--tables", choices=encodings, default="fp32", help=about)
     with mistakes_told():
-        words, run = _found(parser, arguments)
+        words, run = _run_named_by(parser, arguments)
         from recsys.serving.export import export as export_run
 
         return export_run(run, words.out, words.tables)
@@ -249,15 +249,15 @@ def report(arguments: Sequence[str], command: str) -> int:
 
 
 def _parser_of_run(prog: str, command: str) -> Parser:
-    """Return a parser of a command on a finished run, whose first argument is there."""
+    """Return a parser for a command on a finished run, with its first argument."""
     parser = Parser(prog, description=_description(command))
     parser.add_argument("run", metavar="RUN", help="run directory, or one of its checkpoints")
     parser.add_argument("--trust-code", action="store_true", help="import the class that the run names as its model")
     return parser
 
 
-def _found(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Any]:
-    """Return the words of a command line, and the `Finished` run that they name."""
+def _run_named_by(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Any]:
+    """Return the parsed arguments of a command on a finished run, and that run."""
     words = parser.parse_intermixed_args(arguments)
     with told_by_first_rank():
         checkpoints_of(words.run, "RUN")  # before the imports, which take seconds
@@ -283,12 +283,12 @@ def tables(arguments: Sequence[str], prog: str = "recsys tables") -> int:
 
 
 def _job(words: argparse.Namespace) -> Callable[[], int]:
-    """Import what train, dry-run or evaluate takes, and read what it names; return what does it."""
+    """Return a function that trains, dry-runs or evaluates, after its imports and with its config read."""
     from recsys.config import load_config
 
     with told_by_first_rank():
         if words.command == "evaluate":
-            checkpoints_of(words.config, "RUN")  # before the imports, as in `_found`
+            checkpoints_of(words.config, "RUN")  # before the imports, as in `_run_named_by`
             from recsys.serving.evaluate import Extras, evaluate, roles_of
             from recsys.serving.finished import find_run
 

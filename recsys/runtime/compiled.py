@@ -1,7 +1,7 @@
-"""What `recsys.runtime.loops` runs where numba is installed: single loops over columns, beside which other threads run.
+"""The loops of `recsys.runtime.loops` as numba compiles them: a call for a whole column, without Python's lock.
 
-The functions that they call are names of this module. numba keeps what it has compiled on disk; of a loop that calls
-what is local to a function, the next process would not find it again.
+Functions that they call are module-level: numba caches compiled code on disk, where the next process would not find
+that of a loop that calls a local function.
 """
 
 import ctypes
@@ -23,12 +23,12 @@ _LAST_SHIFT, _ONE, _HIGH = np.uint64(LAST_SHIFT), np.uint64(1), np.uint64(32)
 _XXH3 = "recsys_xxh3"
 
 
-class _Kept(FunctionCache):
-    """What a loop has been compiled to, on disk: a file for each signature, named by all that it depends on.
+class _Cache(FunctionCache):
+    """The compiled code of a loop on disk: a file for each signature, named by a hash of all that the code depends on.
 
-    numba numbers the files, and an index says which is which. Of processes that compile at once, or one that ends
-    between the two, an index was left that named what was compiled of another signature, or of an earlier version; and
-    a full disk, or an index that is cut off, ended the run.
+    numba's own cache numbers the files and maps signatures to them in an index. Where processes compiled at once, or
+    one was killed between the two writes, the index named code of another signature or of an earlier version; and a
+    full disk, or a truncated index, ended the run.
     """
 
     def load_overload(self, signature: Any, target: Any) -> Any:
@@ -36,11 +36,11 @@ class _Kept(FunctionCache):
         try:
             content = self._cache_file._load_data(self._file_of(signature, target.codegen()))
             return self._impl.rebuild(target, content)
-        except Exception:  # none is there, or it is damaged, which any error may tell: compiled anew
+        except Exception:  # the file is missing, or damaged, which may raise anything: compile again
             return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        with suppress(OSError):  # it is compiled all the same
+        with suppress(OSError):  # the loop runs without a copy on disk
             self._cache_file._save_data(self._file_of(signature, compiled.codegen), self._impl.reduce(compiled))
 
     def _file_of(self, signature: Any, codegen: Any) -> str:
@@ -51,8 +51,8 @@ class _Kept(FunctionCache):
 
 def _compiled(loop: Callable[..., Any]) -> Any:
     dispatcher: Any = numba.njit(nogil=True)(loop)
-    with suppress(RuntimeError):  # there is no folder that it may keep this in: compiled anew by each process
-        dispatcher._cache = _Kept(loop)
+    with suppress(RuntimeError):  # without a folder that can be written to, each process compiles again
+        dispatcher._cache = _Cache(loop)
     return dispatcher
 
 
@@ -108,7 +108,7 @@ def take_rows(source: Any, places: Any, out: Any) -> None:
 @_compiled
 def shuffle(columns: Any, order: Any, near: Any, out: Any) -> None:
     for column in range(len(columns)):
-        for i in range(len(near)):  # not near[:] = ..., which takes two seconds and 25 MiB to compile
+        for i in range(len(near)):  # a slice, near[:] = ..., would take two seconds and 25 MiB to compile
             near[i] = columns[column, i]
         for i in range(len(order)):
             out[column, i] = near[np.uint32(order[i])]
@@ -118,7 +118,7 @@ def shuffle(columns: Any, order: Any, near: Any, out: Any) -> None:
 def permute_lists(
     order: Any, lengths: Any, values: Any, weights: Any, lengths_out: Any, values_out: Any, weights_out: Any
 ) -> None:
-    # Indices without a sign, which numba does not ask whether they count from the end.
+    # Unsigned indices, since numba checks signed ones for counting from the end.
     starts, start, at = np.empty(len(lengths), np.uint64), np.uint64(0), np.uint64(0)
     for i in range(len(lengths)):
         starts[i] = start
@@ -157,13 +157,13 @@ def _is_unseen(x: Any, last: Any, seen: Any, bits: Any) -> Any:
 
 
 def _has_xxh3() -> bool:
-    """Return whether the library of Python's xxhash shows the function that it calls, and tell numba where that is."""
+    """Return whether the library of Python's xxhash exports XXH3, after registering its address with LLVM."""
     try:
         library = importlib.import_module("xxhash._xxhash").__file__
         function = ctypes.CDLL(library).XXH3_64bits_withSeed
     except (ImportError, OSError, AttributeError):
         return False
-    # By name, because its address is another in each process.
+    # By name, since its address differs between processes.
     binding.add_symbol(_XXH3, ctypes.cast(function, ctypes.c_void_p).value)
     return True
 

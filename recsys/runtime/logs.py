@@ -47,7 +47,7 @@ def start_logging(folder: Path, rank: int) -> Path:
 
 
 class _Losing(logging.Handler):
-    """Warns once that lines cannot be written, such as for a full disk, and lets the run go on without them."""
+    """A handler that warns once if lines cannot be written, as on a full disk, and lets the run go on without them."""
 
     place = "standard output"
     _told = False
@@ -197,7 +197,7 @@ class Progress:
 
 
 def show_metrics(metrics: dict[str, float]) -> str:
-    """Return the metrics of an evaluation for people; counts and calibration stand in the records alone."""
+    """Return the metrics of an evaluation as text; counts and calibration are in the records alone."""
     aside = ("rows", "users", "calibration")
     shown = {name: value for name, value in metrics.items() if name.rpartition(".")[2] not in aside}
     return "  ".join(f"{name} {value:.4f}" for name, value in shown.items())

@@ -56,7 +56,7 @@ class RunLock:
         self.release()
 
     def release(self) -> None:
-        """Let go of the folder, whose lock is removed if it still is this one's."""
+        """Remove the lock of the folder if this run still holds it."""
         if self._path is None or self._thread is None:
             return
         self._ended.set()
@@ -113,7 +113,7 @@ class RunLock:
             raise UserError(self._lost + self._advice)
 
     def lost(self) -> str:
-        """Look at the lock; return what has become of it where it is this one's no longer, else an empty text."""
+        """Check the lock; return what happened to it if this run no longer holds it, else an empty text."""
         if self._path is not None:
             self._look()
         return self._lost

@@ -22,7 +22,7 @@ from recsys.errors import LostPeerError, StuckError, end_run
 from recsys.runtime.world import FAILURE_KEY, World, announce
 
 _KEY = "watchdog"
-_FAILURE_GRACE_S = 10.0  # for a rank to see by itself that another has failed
+_FAILURE_GRACE_S = 10.0  # within which a rank notices by itself that another has failed
 _LAST_RESORT_S = 20.0  # for an orderly end, before the process ends without one
 
 
