@@ -55,8 +55,9 @@ class Writer:
     def text(self, name: str, text: str) -> None:
         """Write a text on the run as a whole."""
 
-    def settings(self, values: dict[str, Any]) -> None:
-        """Write the config, as nested mappings."""
+    def config(self, text: str) -> None:
+        """Write the config, as YAML."""
+        self.text("config", text)
 
     def histogram(self, name: str, step: int, counts: np.ndarray, limits: np.ndarray) -> None:
         """Write a histogram: the number of values in each bin, [n], and the limits of the bins, [n + 1]."""
@@ -187,8 +188,9 @@ class WeightsAndBiases(Writer):
     def text(self, name: str, text: str) -> None:
         self._run.summary[name] = text
 
-    def settings(self, values: dict[str, Any]) -> None:
-        self._run.config.update(values, allow_val_change=True)
+    def config(self, text: str) -> None:
+        super().config(text)
+        self._run.config.update(read_config(text), allow_val_change=True)
 
     def histogram(self, name: str, step: int, counts: np.ndarray, limits: np.ndarray) -> None:
         self._run.log({name: self._wandb.Histogram(np_histogram=(counts, limits))}, step=step)
@@ -215,9 +217,10 @@ class Mlflow(Writer):
     def text(self, name: str, text: str) -> None:
         self._mlflow.log_text(text, f"{name}.txt")
 
-    def settings(self, values: dict[str, Any]) -> None:
+    def config(self, text: str) -> None:
+        super().config(text)
         if self._earlier is None:  # MLflow refuses another value of a parameter that a run has
-            self._mlflow.log_params(_named_for_mlflow(dict(leaves(values))))
+            self._mlflow.log_params(_named_for_mlflow(dict(leaves(read_config(text)))))
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -253,8 +256,8 @@ class Writers(Writer):
     def text(self, name: str, text: str) -> None:
         self._each(lambda writer: writer.text(name, text))
 
-    def settings(self, values: dict[str, Any]) -> None:
-        self._each(lambda writer: writer.settings(values))
+    def config(self, text: str) -> None:
+        self._each(lambda writer: writer.config(text))
 
     def histogram(self, name: str, step: int, counts: np.ndarray, limits: np.ndarray) -> None:
         self._each(lambda writer: writer.histogram(name, step, counts, limits))
@@ -310,8 +313,6 @@ def open_writers(config: Config, run_dir: Path, step: int, plan: str) -> Writers
         logger.info("no curves for TensorBoard: `pip install 'recsys[tensorboard]'` brings them; report.html has some")
     trackers = {tracker: partial(_WRITERS[tracker], config, run_dir, step) for tracker in chosen}
     writers = Writers(JsonLines(run_dir / "metrics.jsonl", step), trackers)
-    text = config_text(config)
-    writers.text("config", text)
-    writers.settings(read_config(text))
+    writers.config(config_text(config))
     writers.text("plan", plan)
     return writers

@@ -285,7 +285,7 @@ def test_lines_of_metrics_that_are_none_are_left_out(runs: Path, tmp_path: Path)
     Page(report_page(record))
 
 
-@pytest.mark.parametrize("content", [b"a: [1", b"a: \0", b"{a: 1}}", b"a: ${", b"!!python/object:x.Y {}"])
+@pytest.mark.parametrize("content", [b"a: [1", b"a: \0", b"{a: 1}}", b"- a", b"!!python/object:x.Y {}"])
 def test_a_damaged_config_is_named_with_where_a_copy_is(content: bytes, runs: Path, tmp_path: Path) -> None:
     copytree(runs / "two", tmp_path / "a")
     (tmp_path / "a" / "config.yaml").write_bytes(content)
