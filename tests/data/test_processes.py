@@ -88,6 +88,7 @@ def test_what_does_not_fit_is_told_in_the_thread_that_asks(dataset):
         list(batches)
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_be_read_are_left_out(tmp_path, caplog):
     dataset = write(tmp_path, [[20], [30], [40]])
     os.truncate(tmp_path / "part-001.parquet", 100)
