@@ -9,9 +9,8 @@ from typing import Any
 from recsys.config.schema import Config
 from recsys.errors import UserError, nearest
 
-MOST_YAML_NODES = (
-    10_000_000  # of a config file; OmegaConf's limit is 10,000, and the saved config of 150 tables has more
-)
+# Of a config file. OmegaConf's own limit is 10,000, and the saved config of 150 tables has more.
+MOST_YAML_NODES = 10_000_000
 _MOST_BYTES = 150  # a file system takes 255, and temporary files have longer names
 _NAME = re.compile(r"\w[\w-]*")
 _RUN_NAME = re.compile(r"\w[\w.-]*")

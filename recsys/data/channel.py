@@ -74,9 +74,8 @@ class Channel:
         byte, files, *_ = socket.recv_fds(self._socket, 1, 1)
         if not files:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) if byte else EOFError
-        memory = np.frombuffer(
-            self._map(files[0]), np.uint8
-        )  # all arrays are views of this one, which is new each time
+        # All arrays are views of this one, which is new each time.
+        memory = np.frombuffer(self._map(files[0]), np.uint8)
         weakref.finalize(memory, self._released.append, number).atexit = False
         return pickle.loads(content, buffers=[memory[start:stop] for start, stop in bounds])
 

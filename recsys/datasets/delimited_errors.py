@@ -14,11 +14,8 @@ from recsys.errors import UserError
 
 CONVERT = "convert the file, say with iconv"
 _NO_QUOTES = "add --quote '' if a quote is a letter like others there"
-_PACKED = {
-    b"PK\x03\x04": "a zip archive",
-    b"\xfd7zX": "compressed by xz",
-    b"7z\xbc\xaf": "a 7z archive",
-}  # by their starts
+# By their first four bytes.
+_PACKED = {b"PK\x03\x04": "a zip archive", b"\xfd7zX": "compressed by xz", b"7z\xbc\xaf": "a 7z archive"}
 _IN_TEXTS = ",;: "  # delimiters that texts of several lines may hold as well, which are in quotes for that reason
 
 

@@ -35,14 +35,14 @@ def tokenize(column: pa.Array | pa.ChunkedArray, name: str) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), words.filter(pa.array(kept)))
 
 
-def split_list(column: pa.Array, separator: str, kind: pa.DataType) -> pa.ListArray:
-    """Strings to lists of ``kind``; empty tokens are dropped, null gives an empty list.
+def split_list(column: pa.Array, separator: str, dtype: pa.DataType) -> pa.ListArray:
+    """Strings to lists of ``dtype``; empty tokens are dropped, null gives an empty list.
 
-    Spaces around a token do not belong to it. Raises ArrowInvalid for a token that is not of ``kind``.
+    Spaces around a token do not belong to it. Raises ArrowInvalid for a token that is not of ``dtype``.
     """
     lists = pc.split_pattern(pc.fill_null(column, ""), separator)
     tokens = pc.utf8_trim_whitespace(lists.flatten())
     kept = pc.not_equal(tokens, "")
     before = np.concatenate([[0], np.cumsum(kept.to_numpy(zero_copy_only=False))])
     offsets = before[np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())])]
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), tokens.filter(kept).cast(kind))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), tokens.filter(kept).cast(dtype))

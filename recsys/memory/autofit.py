@@ -106,9 +106,8 @@ class Fitter:
             if best is not None:
                 chosen = [earlier for earlier in chosen if not best.settings.keys() >= earlier.settings.keys()] + [best]
                 missing = least
-        for change in reversed(
-            chosen if not missing else []
-        ):  # drop those that the others make needless, the dearest first
+        # Changes that the others make needless are dropped, the dearest first.
+        for change in reversed(chosen if not missing else []):
             others = [earlier for earlier in chosen if earlier is not change]
             if not self.missing(with_changes(self.config, others)):
                 chosen = others

@@ -100,9 +100,8 @@ class Record:
     def status(self) -> str:
         """One of done, stopped, failed, out of memory, running, compressed and killed."""
         ending = str(self.endings_of_ranks[0]["identity"]["status"]) if self.endings_of_ranks else ""
-        if self.error or (
-            ending != "done" and self._failed_since()
-        ):  # a done run stays done if a further start is refused
+        # A done run stays done if a further start is refused.
+        if self.error or (ending != "done" and self._failed_since()):
             return ending if ending == "out of memory" else "failed"
         if ending:
             return ending

@@ -88,9 +88,8 @@ def item_vectors(
             vectors, positions = vectors.new_empty(most, vectors.shape[1]), positions.new_empty(most)
         listed = output.batch.lists["position"]  # type: ignore[index]
         rows = slice(count, count + len(listed.values()))
-        vectors[rows] = (
-            output.outputs[1][listed.lengths() > 0].float().cpu()
-        )  # rows that fill up the last batch have no position
+        # Rows that fill up the last batch have no position.
+        vectors[rows] = output.outputs[1][listed.lengths() > 0].float().cpu()
         positions[rows] = listed.values().cpu()
         count = rows.stop
     return ItemVectors(vectors[:count], positions[:count], len(inputs.corpus), inputs.world)

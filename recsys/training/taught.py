@@ -44,7 +44,7 @@ def _score(config: Config, teacher: str, scores: str) -> None:
     columns = [column for column in dict.fromkeys(read) if column not in taught]
     words = ["predict", teacher, data, scores, "--keep", as_names(columns)]
     if Record(Path(teacher)).config.get("model.name") == config.model.name:
-        words.append("--trust-code")  # who has this config train a class of his own trusts it in the teacher, too
+        words.append("--trust-code")  # this run imports the same class already
     while True:
         with Task(f"{teacher} scores {data}, to {scores}"):
             problem = run_command(*words, shown=False)
