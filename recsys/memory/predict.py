@@ -19,6 +19,7 @@ from recsys.runtime.machine import Topology
 from recsys.runtime.threads import batches_ahead, decode_in_processes, decoding_threads
 from recsys.step.dense_shards import shards_dense
 from recsys.tables.bytes import CHUNK_BYTES, TableBytes, cache_bytes, published_bytes, rank_tables, shard_bytes
+from recsys.tables.lookup import is_local
 from recsys.tables.spec import CHUNK_ELEMENTS, Shard
 
 # What a process takes before it holds any tensor of ours. On CPU a run measures its own, and compares above it.
@@ -40,7 +41,8 @@ _COUNTED_BYTES, _CHOICE_BYTES = 16, 140
 _FILL_BYTES = 4 << 20  # temporaries of initial weights on CPU; on GPUs of an element:
 _FILLED_BYTES = 25
 _SYNCHRONISED_BYTES = 250 << 20  # at once, by DistributedDataParallel when it is made
-_BATCHES_IN_PIPELINE = 3  # trained, its ids exchanged, copied; CPU ranks have one at a time
+# Trained, its ids exchanged, copied; without exchanges, trained and copied. CPU ranks have one at a time.
+_BATCHES_IN_PIPELINE, _BATCHES_ALONE = 3, 2
 _QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread, trained
 _WIRE_ID_BYTES = 8  # FBGEMM looks up 64-bit ids
 _SORT_BYTES = {"cuda": 36, "cpu": 16}  # for each id looked up: FBGEMM's backward sorts ids with their rows
@@ -67,7 +69,11 @@ class _Rank:
         data = data.of_large_batches()
         self._config, self._data, self._dense, self._topology = config, data, dense, topology
         self._shards, self._rank, self._decoding = shards, rank, data.decoding[rank]
-        self._batches_in_pipeline = 1 if config.debug or not topology.on_gpu else _BATCHES_IN_PIPELINE
+        pooled = {shard.sharding_type for shard in shards if shard.table not in config.unpooled_tables()}
+        self._looks_up_alone = topology.on_gpu and is_local(config, pooled, topology.world_size, on_gpu=True)
+        self._batches_in_pipeline = _BATCHES_ALONE if self._looks_up_alone else _BATCHES_IN_PIPELINE
+        if config.debug or not topology.on_gpu:
+            self._batches_in_pipeline = 1
         self._unread_batches = 0 if config.train.check_every_step else 1  # trained, and kept until its sums are read
         self._decoding_threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
         self._decoding_processes = 0
@@ -236,15 +242,14 @@ class _Rank:
         dense, ranks = self._dense, self._topology.world_size
         copies, buckets = self._gloo_copies(), self._buckets()
         sort = self.exchanged_ids * _SORT_BYTES[self._topology.device.type]
+        # Ids of up to two batches, as sent to the ranks that look them up, and as received; alone, in tables' order.
+        sent_ids = min(2, self._batches_in_pipeline) * (self.ids + self.exchanged_ids)
         in_flight = {
-            # Ids of up to two batches, as sent to the ranks that look them up, and as received.
-            "collective_ids": int(
-                min(2, self._batches_in_pipeline) * (self.ids + self.exchanged_ids) * self._data.id_bytes
-            ),
+            "collective_ids": int((self.ids if self._looks_up_alone else sent_ids) * self._data.id_bytes),
             "lookup_ids": self.exchanged_ids * _WIRE_ID_BYTES,
         }
         if self._topology.on_gpu:
-            in_flight["batches"] = (_BATCHES_IN_PIPELINE + self._unread_batches) * self.batch_bytes
+            in_flight["batches"] = (self._batches_in_pipeline + self._unread_batches) * self.batch_bytes
         received = self.pooled if ranks > 1 else 0
         stays = self._copies_lookups and self._config.train.in_micro_batches  # until the last one is done
         # A single GPU without micro-batches uses one FP32 tensor for looked-up vectors and for the model's input.

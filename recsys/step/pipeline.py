@@ -1,7 +1,8 @@
-"""torchrec's training pipeline with the step's two halves, for GPUs, and the same without overlap."""
+"""torchrec's training pipeline with the step's two halves, for GPUs, and simpler ones where nothing is exchanged."""
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -75,19 +76,53 @@ class PlainPipeline:
     def progress(self, dataloader_iter: Iterator[Batch]) -> Any:
         with record_function("## next_batch ##"):
             batch = next(dataloader_iter).to(self._device)
-        if not self._model.training:
-            return self._model(batch)[1]
-        self._optimizer.zero_grad()
+        return self._step(batch)
+
+    def _step(self, batch: Batch, copy_next: Callable[[], None] | None = None) -> Any:
+        """Return the output for a batch. `copy_next` is called while the device works on what it has been given."""
+        if self._model.training:
+            self._optimizer.zero_grad()
         with record_function("## forward ##"):
             _, output = self._model(batch)
-        with record_function("## backward ##"):
-            self._model.module.dense.backward()
-        with record_function("## optimizer ##"):
-            self._optimizer.step()
+        if copy_next is not None:
+            copy_next()
+        if self._model.training:
+            with record_function("## backward ##"):
+                self._model.module.dense.backward()
+            with record_function("## optimizer ##"):
+                self._optimizer.step()
         return output
 
     def detach(self) -> Any:
         return self._model
+
+
+class CopyingPipeline(PlainPipeline):
+    """Copies the next batch while one is trained: for one GPU that looks ids up without exchanges."""
+
+    def __init__(self, model: DistributedModelParallel, optimizer: GatedOptimizer, device: torch.device) -> None:
+        super().__init__(model, optimizer, device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: Batch | None = None
+
+    def progress(self, dataloader_iter: Iterator[Batch]) -> Any:
+        if self._copied is None:
+            self._copied = self._copy(next(dataloader_iter))
+        batch, self._copied = self._copied, None
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            batch.record_stream(current)  # else its memory would be given out again while the step reads it
+        return self._step(batch, partial(self._copy_next, dataloader_iter))
+
+    def _copy_next(self, dataloader_iter: Iterator[Batch]) -> None:
+        with record_function("## next_batch ##"):
+            batch = next(dataloader_iter, None)
+        self._copied = None if batch is None else self._copy(batch)
+
+    def _copy(self, batch: Batch) -> Batch:
+        with record_function("## copy_batch_to_gpu ##"), torch.cuda.stream(self._stream):
+            return batch.to(self._device, non_blocking=True)
 
 
 def build_pipeline(
@@ -95,7 +130,9 @@ def build_pipeline(
 ) -> Pipeline:
     """Return the pipeline for training or, with the model in eval mode, for evaluation."""
     gated = GatedOptimizer(optimizer, model.module.dense)
-    return (PlainPipeline if debug or device.type == "cpu" else OverlappedPipeline)(model, gated, device)
+    if debug or device.type == "cpu":
+        return PlainPipeline(model, gated, device)
+    return (OverlappedPipeline if model.module.local is None else CopyingPipeline)(model, gated, device)
 
 
 class TimedIterator(Iterator[Batch]):

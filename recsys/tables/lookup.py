@@ -1,4 +1,7 @@
-"""Lookups of CPU ranks without torchrec's exchanges, and the gate where gradients wait before they update tables."""
+"""Lookups of CPU ranks and of one GPU without torchrec's exchanges.
+
+Also the gate where gradients wait before they update tables.
+"""
 
 from collections.abc import Callable, Collection
 from functools import lru_cache
@@ -112,6 +115,9 @@ class LocalLookup:
         self._kernels, self._gate = self._grouped._emb_modules, gate
         self._features = sharding.feature_names()
         self._names, self._dims = sharding.embedding_names(), sharding.embedding_dims()
+        self._keys: list[str] = []  # of the batches, whose places in the tables' order follow
+        self._places: list[int] = []
+        self._places_there = torch.empty(0)  # the same on the device
 
     def __call__(self, ids: KeyedJaggedTensor) -> KeyedTensor:
         """Return the sums of the rows of each list, by feature."""
@@ -126,8 +132,11 @@ class LocalLookup:
         keys = ids.keys()
         if keys == self._features:
             return ids
+        if keys != self._keys:  # once, since the host waits for a copy to a GPU
+            self._keys, self._places = keys, [keys.index(name) for name in self._features]
+            self._places_there = torch.tensor(self._places, dtype=torch.int, device=ids.device())
         with torch.no_grad():
-            return ids.permute([keys.index(name) for name in self._features])
+            return ids.permute(self._places, self._places_there)
 
 
 class ExchangingLookup(LocalLookup):
@@ -229,14 +238,17 @@ def _ones(number: int) -> dict[str, torch.Tensor]:
 def is_local(config: Config, sharding_types: Collection[str], world_size: int, on_gpu: bool) -> bool:
     """Return whether pooled tables of these sharding types are looked up by `LocalLookup` or `ExchangingLookup`.
 
-    This holds on CPUs where each table lies on one rank. Weighted ids are left to torchrec, which sends the weights
-    too, and so are vectors that travel in another type than FP32.
+    This holds on CPUs, and on one GPU, where each table lies on one rank. Weighted ids are left to torchrec, which
+    sends the weights too, and so are vectors that travel in another type than FP32. Tables that are looked up id by id
+    leave all to it on a GPU, whose pipeline exchanges their ids.
     """
+    if on_gpu and (world_size > 1 or config.unpooled_tables()):
+        return False
     wires = {config.precision.forward_wire, config.precision.backward_wire}
     needs_torchrec = any(feature.weights is not None for feature in config.features.values()) or (
         world_size > 1 and wires != {FloatType.FP32}
     )
-    return not on_gpu and set(sharding_types) == {ShardingChoice.table_wise.value} and not needs_torchrec
+    return set(sharding_types) == {ShardingChoice.table_wise.value} and not needs_torchrec
 
 
 def local_lookup(sharded: Any, config: Config, world: World, gate: UpdateGate) -> LocalLookup | None:

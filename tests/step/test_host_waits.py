@@ -19,7 +19,7 @@ from torchgen.gen import ParsedYaml, parse_native_yaml
 from torchgen.model import DispatchKey
 
 from recsys.step import pipeline
-from recsys.step.pipeline import OverlappedPipeline
+from recsys.step.pipeline import CopyingPipeline, OverlappedPipeline
 from recsys.step.step import DenseHalf
 from recsys.tables import shard
 
@@ -92,14 +92,17 @@ class Operators(TorchDispatchMode):
 
 
 def count_waits() -> None:
-    """Count in the order of a GPU's step, by its pipeline, and by torchrec's lookup, which that looks for."""
-    pipeline.PlainPipeline = OverlappedPipeline  # type: ignore[assignment, misc]
-    shard.local_lookup = lambda *_: None  # type: ignore[assignment]
+    """Count in the order of a GPU's step, by the pipeline of one GPU, or by torchrec's, which has its own lookup."""
+    of_gpu: Any = CopyingPipeline
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        of_gpu = OverlappedPipeline
+        shard.local_lookup = lambda *_: None  # type: ignore[assignment]
+    pipeline.PlainPipeline = of_gpu  # type: ignore[misc]
     DenseHalf.late_exchange = property(lambda self: True, lambda self, late: None)  # type: ignore[assignment]
-    progress, step, found = OverlappedPipeline.progress, 0, Counter[tuple[str, str]]()
+    progress, step, found = of_gpu.progress, 0, Counter[tuple[str, str]]()
     operators: set[str] = set()
 
-    def counted(self: OverlappedPipeline, batches: Any) -> Any:
+    def counted(self: Any, batches: Any) -> Any:
         nonlocal step
         step += 1
         if not self._model.training or not _FIRST <= step < _LAST:
@@ -112,7 +115,7 @@ def count_waits() -> None:
             Path(run_dir, f"waits-{os.environ.get('RANK', 0)}").write_text(json.dumps([by_place, sorted(operators)]))
         return output
 
-    OverlappedPipeline.progress = counted
+    of_gpu.progress = counted
 
 
 BY_SPLIT = [f"tables.{name}.sharding_type=row_wise" for name in ("user", "item", "category", "device", "hour")]

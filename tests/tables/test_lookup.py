@@ -1,4 +1,4 @@
-"""Looking ids up on a single CPU rank gives what torchrec's sharded collection gives, bit by bit."""
+"""Looking ids up on a single rank gives what torchrec's sharded collection gives, bit by bit."""
 
 from contextlib import closing
 from itertools import islice
@@ -10,7 +10,7 @@ import torch
 from recsys.config import Device, load_config
 from recsys.data.inputs import open_inputs
 from recsys.runtime.world import open_world
-from recsys.step.pipeline import build_pipeline
+from recsys.step.pipeline import CopyingPipeline, GatedOptimizer, PlainPipeline
 from recsys.tables.spec import local_shards
 from recsys.tables.updates import table_tensors
 from recsys.training.build import build_model
@@ -33,7 +33,9 @@ train: {global_batch_size: 256}
 """
 
 
-def trained(folder: Path, by_torchrec: bool, *overrides: str) -> tuple[bool, list[float], dict[str, torch.Tensor]]:
+def trained(
+    folder: Path, by_torchrec: bool, *overrides: str, of_class: type[PlainPipeline] = PlainPipeline
+) -> tuple[bool, list[float], dict[str, torch.Tensor]]:
     """Whether the lookup was local, the losses of some steps, and the tables after these."""
     path = folder / "local.yaml"
     path.write_text(CONFIG)
@@ -45,16 +47,23 @@ def trained(folder: Path, by_torchrec: bool, *overrides: str) -> tuple[bool, lis
         if by_torchrec:
             built.step.local = None
         built.table_updates.begin(1.0, lambda table: 0)
-        pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, debug=False)
+        gated = GatedOptimizer(built.dense_optimizer, built.step.dense)
+        pipeline = of_class(built.model, gated, world.device)
         with closing(inputs.loader("train").batches()) as batches:
             some = islice(batches, 8)
             losses = [pipeline.progress(some).loss for _ in range(8)]
+            with pytest.raises(StopIteration):
+                pipeline.progress(some)
+            more = islice(batches, 1)  # a pipeline goes on, as after an evaluation
+            losses.append(pipeline.progress(more).loss)
         pieces = {name: local_shards(each) for name, each in table_tensors(built.model).items()}
         return is_local, losses, {name: torch.cat([each for each, _ in found]) for name, found in pieces.items()}
 
 
-def test_the_same_as_torchrec(tmp_path: Path) -> None:
-    (is_local, losses, tables), (_, expected, by_torchrec) = trained(tmp_path, False), trained(tmp_path, True)
+@pytest.mark.parametrize("of_class", [PlainPipeline, CopyingPipeline])
+def test_the_same_as_torchrec(of_class: type[PlainPipeline], tmp_path: Path) -> None:
+    is_local, losses, tables = trained(tmp_path, False, of_class=of_class)
+    _, expected, by_torchrec = trained(tmp_path, True)
     assert is_local
     assert losses == expected
     assert tables.keys() == by_torchrec.keys() == {"user", "item", "category"}
