@@ -147,7 +147,7 @@ class DenseHalf(nn.Module):
         next(self._running, None)
 
     def step(self, lookup: Lookup, output: StepOutput) -> Iterator[torch.Tensor]:
-        """Train on a batch, from top to bottom. At the `yield`, the pipeline sends the ids of the next batch.
+        """Train on a batch, from top to bottom. At the `yield`, the pipeline copies the next batch, and sends its ids.
 
         If the loss or a gradient is not finite on some rank, no rank changes its tables, and the output is `skipped`;
         the optimizer of the dense part must not be called then.

@@ -37,8 +37,7 @@ def test_sums_over_rows(rows: int, width: int, mib: int) -> None:
 
 
 FAST = ("lists",)
-# Vectors in FP16 were rounded by FBGEMM when they were measured, and are behind it now.
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MEASURED if name not in (*FAST, "FP16 vectors")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MEASURED if name not in FAST]
 
 
 @pytest.mark.parametrize("name", [*FAST, *SLOW])
