@@ -1,5 +1,6 @@
 """The same config on a GPU: the numbers of the CPU, a checkpoint that moves between the two, device peaks."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from rows import write as write_rows
 from test_fit import SHORT, follow_first_advice
 from test_plans import KINDS, overrides, reference, write
 
-from recsys.config import ComputeKernel, ShardingChoice
+from recsys.config import ComputeKernel, ShardingChoice, load_config
 from recsys.config.choices import COLUMN_SPLITS
 from recsys.data.parquet import open_dataset
+from recsys.training.run import run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,12 +29,23 @@ pytestmark = [
 CONFIG = "configs/dlrm_sample.yaml"
 
 
-def train(run_dir: Path, *overrides: str) -> tuple[dict[str, Any], list[float]]:
+def train(run_dir: Path, *overrides: str, config: Path | str = CONFIG) -> tuple[dict[str, Any], list[float]]:
+    """Train in this process, for most of a short run on a GPU is to import everything and to begin with CUDA."""
     # One thread on CPUs, since several tests run at once, and OpenMP's threads spin.
-    done = run_train(CONFIG, f"run.dir={run_dir}", "train.log_every_steps=1", "run.num_threads=1", *overrides)
-    assert done.returncode == 0, done.stderr[-3000:]
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return json.loads((run_dir / "result.json").read_text()), [r["loss"] for r in records if r["kind"] == "train"]
+    options = [f"run.dir={run_dir}", "train.log_every_steps=1", "run.num_threads=1", *overrides]
+    try:
+        assert run(load_config(config, options)) == 0
+    finally:
+        if torch.distributed.is_initialized():  # a run that fails leaves that to the end of its process
+            torch.distributed.destroy_process_group()
+        gc.collect()
+        torch.cuda.empty_cache()  # other tests are on the same GPU
+    return json.loads((run_dir / "result.json").read_text()), losses_of(run_dir)
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if record["kind"] == "train"]
 
 
 ALL_ROWS = ("tables.user.l2_all_rows=0.02", "tables.device.l2_all_rows=0.5")
@@ -66,11 +79,13 @@ def test_a_plan_learns_what_plain_torch_learns(kind: ShardingChoice, dtype: str,
         pytest.skip(f"there are {torch.cuda.device_count()} GPUs, and this takes {nproc}")
     config, run_dir = write(tmp_path), tmp_path / "run"
     optimizer = "adagrad" if kind in COLUMN_SPLITS else "rowwise_adagrad"
-    options = (f"run.dir={run_dir}", "run.device=cuda", "run.num_threads=1", *overrides(kind.name, dtype, optimizer))
-    done = run_train(str(config), *options, nproc=nproc, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["loss"] for record in records if record["kind"] == "train"]
+    options = ("run.device=cuda", "run.num_threads=1", *overrides(kind.name, dtype, optimizer))
+    if nproc == 1:
+        _, losses = train(run_dir, *options, config=config)
+    else:
+        done = run_train(str(config), f"run.dir={run_dir}", *options, nproc=nproc, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        losses = losses_of(run_dir)
     expected, _ = reference(tmp_path, *overrides("table_wise", dtype, optimizer), on_gpu=True)
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-4 if dtype == "FP32" else 1e-3)
 
@@ -149,7 +164,8 @@ def test_a_gpu_scores_what_a_cpu_scores(tmp_path: Path) -> None:
 
 
 def test_debug_mode_and_device_peaks(tmp_path: Path) -> None:
-    train(tmp_path, "--debug", "train.max_steps=5", "run.device=cuda")
+    done = run_train(CONFIG, f"run.dir={tmp_path}", "--debug", "train.max_steps=5", "run.device=cuda")
+    assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((tmp_path / "memory" / "rank_0.json").read_text())
     assert all(line["predicted_bytes"] == line["measured_bytes"] for line in report["lines"])
     assert report["host"]["device_peak_allocated_bytes"] > report["lines"][0]["measured_bytes"] > 0
@@ -210,7 +226,10 @@ def test_activations_in_host_memory_are_learned_from_alike(options: tuple[str, .
     wide += ("data.valid=null", "data.test=null")
     found = {}
     for offloaded in ("false", "true"):
-        _, losses = train(tmp_path / offloaded, *wide, *options, f"train.activation_offload={offloaded}")
+        words = (f"run.dir={tmp_path / offloaded}", "train.log_every_steps=1", f"train.activation_offload={offloaded}")
+        done = run_train(CONFIG, *wide, *options, *words)  # whose memory has nothing of other runs
+        assert done.returncode == 0, done.stderr[-3000:]
+        losses = losses_of(tmp_path / offloaded)
         report = json.loads((tmp_path / offloaded / "memory/rank_0.json").read_text())
         assert abs(report["peak"]["error"]) < 0.05, report["peak"]
         found[offloaded] = losses, report["host"]["device_peak_allocated_bytes"]
@@ -226,8 +245,7 @@ def test_a_shared_dense_optimizer_learns_the_same(tmp_path: Path) -> None:
         options = (f"run.dir={tmp_path / form}", f"train.dense_sharding={form}", "train.log_every_steps=1")
         done = run_train(CONFIG, *options, "train.max_steps=20", "run.device=cuda", nproc=2)
         assert done.returncode == 0, done.stderr[-3000:]
-        records = [json.loads(line) for line in (tmp_path / form / "metrics.jsonl").read_text().splitlines()]
-        losses[form] = [record["loss"] for record in records if record["kind"] == "train"]
+        losses[form] = losses_of(tmp_path / form)
     torch.testing.assert_close(losses["optimizer"], losses["none"], rtol=0, atol=1e-5)
 
 
