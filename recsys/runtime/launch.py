@@ -66,9 +66,10 @@ def _check_below(rank_name: str, size_name: str) -> tuple[int, int]:
 def launch_identity() -> dict[str, Any]:
     """Return identifiers of the launch that a restart keeps, and the number of Slurm's restarts."""
     torchrun = os.environ.get("TORCHELASTIC_RUN_ID")
+    restarts = os.environ.get("SLURM_RESTART_COUNT") or "0"
     return {
         "slurm_job": os.environ.get("SLURM_JOB_ID"),
-        "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        "slurm_restarts": int(restarts) if restarts.isdecimal() else 0,
         "torchrun": None if torchrun == "none" else torchrun,  # as where no --rdzv-id was given
     }
 

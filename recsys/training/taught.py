@@ -1,10 +1,12 @@
 """Scores of a teacher on data.train, written before a run that is distilled from them begins."""
 
+import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from recsys.config import Config
+from recsys.config.model import MODELS
 from recsys.data.filters import parse_filter
 from recsys.data.wanted import needed_columns, row_filter
 from recsys.errors import UserError
@@ -43,8 +45,15 @@ def _score(config: Config, teacher: str, scores: str) -> None:
     read = [*needed_columns(config, "train"), *(sorted(parse_filter(filter).columns()) if filter else ())]
     columns = [column for column in dict.fromkeys(read) if column not in taught]
     words = ["predict", teacher, data, scores, "--keep", as_names(columns)]
-    if Record(Path(teacher)).config.get("model.name") == config.model.name:
+    model = Record(Path(teacher)).config.get("model.name") or config.model.name
+    if model == config.model.name:
         words.append("--trust-code")  # this run imports the same class already
+    elif model not in MODELS:
+        command = shlex.join(["recsys", *words, "--trust-code"])
+        raise UserError(
+            f"{_KEY}: the run was trained with the class '{model}', whose code would be executed; if you trust it, run "
+            f"`{command}` and train with data.train={scores} train.distill.teacher=null"
+        )
     while True:
         with Task(f"{teacher} scores {data}, to {scores}"):
             problem = run_command(*words, shown=False)

@@ -166,10 +166,16 @@ def test_a_class_that_the_student_has_is_trusted_in_its_teacher(
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(taught, "run_command", lambda *words, **_: commands.append(words))
     world: Any = SimpleNamespace(from_rank_zero=lambda action: action())
-    for name in ("dlrm", "my_models.FM"):
+    for name in ("dlrm", "dcn"):
         (tmp_path / "config.yaml").write_text(f"model: {{name: {name}}}")
         taught.with_scores(load_config("configs/dlrm_sample.yaml", [f"train.distill.teacher={tmp_path}"]), world)
     assert ["--trust-code" in words for words in commands] == [True, False]
+    (tmp_path / "config.yaml").write_text("model: {name: my_models.FM}")
+    with pytest.raises(
+        UserError,
+        match=r"`recsys predict .* --trust-code` and train with data.train=.*/scores train.distill.teacher=null",
+    ):
+        taught.with_scores(load_config("configs/dlrm_sample.yaml", [f"train.distill.teacher={tmp_path}"]), world)
 
 
 def test_runs_that_begin_at_once_wait_for_the_scores_of_the_first(
