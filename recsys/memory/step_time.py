@@ -18,6 +18,7 @@ from recsys.memory.speeds import DATA_AMOUNTS, STEP_AMOUNTS, Speeds
 from recsys.models.halves import is_in_halves, sum_in_halves
 from recsys.runtime.live import clock
 from recsys.runtime.machine import Topology
+from recsys.step.dense_shards import shards_dense
 from recsys.tables.lookup import is_local
 from recsys.tables.spec import Shard, vector_type
 
@@ -179,7 +180,10 @@ def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topo
     precision, number = config.precision, vector_type(config, topology.on_gpu).itemsize
     wires = [number if wire is FloatType.FP32 else 2 for wire in (precision.forward_wire, precision.backward_wire)]
     exchanged = [wire * max(vectors) for wire in wires]
-    return Load(amounts, work, repeats, _sent(data, dense, ids, exchanged, ranks, work))
+    sent = [] if ranks == 1 else _sent(data, dense, ids, exchanged, ranks, work)
+    if shards_dense(config, ranks):  # ranks send each other slices of the weights: the second half of an all-reduce
+        sent.append(("all_reduce", dense.parameter_bytes / 2))
+    return Load(amounts, work, repeats, tuple(sent))
 
 
 def _routed(config: Config, data: DataFacts, topology: Topology, shards: Sequence[Shard]) -> tuple[int, float]:
@@ -204,18 +208,16 @@ def _routed(config: Config, data: DataFacts, topology: Topology, shards: Sequenc
 
 def _sent(
     data: DataFacts, dense: DenseFacts, ids: float, vectors: Sequence[float], ranks: int, work: Work
-) -> tuple[tuple[str, float], ...]:
+) -> list[tuple[str, float]]:
     """Return the bytes of each collective: ids, looked-up vectors and their gradients, gradients of the dense part.
 
     Args:
         vectors: bytes of the looked-up vectors, and of their gradients.
     """
-    if ranks == 1:
-        return ()
     away = (ranks - 1) / ranks
     sizes = (ids * data.id_bytes, *vectors) if any(vectors) else ()
-    exchanged = (("all_to_all", size * away) for size in sizes)
-    return (*exchanged, ("all_reduce", float(dense.gradient_bytes)), *(("all_reduce", float(n)) for n in work.sent))
+    exchanged = [("all_to_all", size * away) for size in sizes]
+    return [*exchanged, ("all_reduce", float(dense.gradient_bytes)), *(("all_reduce", float(n)) for n in work.sent)]
 
 
 def _dense_work(config: Config, data: DataFacts, rows: int, topology: Topology) -> tuple[Work, float]:

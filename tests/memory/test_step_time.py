@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from launch import fork_train
 
 from recsys.config import load_config
+from recsys.config.choices import DenseSharding
 from recsys.data.sources import find_files
 from recsys.errors import UserError
 from recsys.memory.data_facts import data_facts
@@ -167,6 +169,9 @@ def test_load_of_two_ranks(tmp_path: Path, kind: str) -> None:
         data = data_facts(config, None, 2)
         dense = rehearse(config, data, 32, topology.device)
         load = step_load(config, data, dense, topology, shards)
+        train = replace(config.train, dense_sharding=DenseSharding.optimizer)
+        sharded = step_load(replace(config, train=train), data, dense, topology, shards)
+    assert sharded.sent == (*load.sent, ("all_reduce", dense.parameter_bytes / 2))  # slices of weights
     assert load.amounts["id"] == 32 * 6 and load.amounts["row"] == 32 and load.amounts["float"] == 32
     assert load.amounts["feature"] == 2 and load.amounts["parameter"] * 4 == dense.parameter_bytes
     # What the busier rank looks up: all of b for all rows, or half of all.
