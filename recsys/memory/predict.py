@@ -69,8 +69,8 @@ class _Rank:
         data = data.of_large_batches()
         self._config, self._data, self._dense, self._topology = config, data, dense, topology
         self._shards, self._rank, self._decoding = shards, rank, data.decoding[rank]
-        pooled = {shard.sharding_type for shard in shards if shard.table not in config.unpooled_tables()}
-        self._looks_up_alone = topology.on_gpu and is_local(config, pooled, topology.world_size, on_gpu=True)
+        sharding_types = {shard.table: shard.sharding_type for shard in shards}
+        self._looks_up_alone = topology.on_gpu and is_local(config, sharding_types, topology.world_size, on_gpu=True)
         self._batches_in_pipeline = _BATCHES_ALONE if self._looks_up_alone else _BATCHES_IN_PIPELINE
         if config.debug or not topology.on_gpu:
             self._batches_in_pipeline = 1

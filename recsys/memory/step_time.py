@@ -198,11 +198,12 @@ def _routed(config: Config, data: DataFacts, topology: Topology, shards: Sequenc
         names.setdefault((shard.table in by_id, shard.sharding_type), set()).update(of_table)
     pooled = [kind for kind in names if not kind[0]]
     has_lists = any(data.mean_ids[name] > 1 for kind in pooled for name in names[kind])
-    # Lists of several ranks are left to torchrec there too.
-    if is_local(config, [kind for _, kind in pooled], topology.world_size, topology.on_gpu) and (
-        topology.world_size == 1 or not has_lists
-    ):
-        del names[pooled[0]]
+    sharding_types = {shard.table: shard.sharding_type for shard in shards}
+    if is_local(config, sharding_types, topology.world_size, topology.on_gpu):
+        if topology.world_size == 1:
+            return 0, 0.0
+        if not has_lists:  # these are left to torchrec there too
+            names = {kind: of_kind for kind, of_kind in names.items() if kind not in pooled}
     return len(names), sum(data.mean_ids[name] for kind in names for name in names[kind])
 
 

@@ -132,7 +132,7 @@ def build_pipeline(
     gated = GatedOptimizer(optimizer, model.module.dense)
     if debug or device.type == "cpu":
         return PlainPipeline(model, gated, device)
-    return (OverlappedPipeline if model.module.local is None else CopyingPipeline)(model, gated, device)
+    return (OverlappedPipeline if model.module.exchanges else CopyingPipeline)(model, gated, device)
 
 
 class TimedIterator(Iterator[Batch]):

@@ -36,7 +36,7 @@ from recsys.step.loss_scale import LossScale
 from recsys.step.micro_batches import Lookup, MicroBatches, Outputs, Part, StepLoss, task_weights
 from recsys.step.offload import Offload
 from recsys.step.output import StepOutput
-from recsys.tables.lookup import LocalLookup, UpdateGate, scaled
+from recsys.tables.lookup import LocalLookup, LocalLookupById, UpdateGate, scaled
 from recsys.tables.replicated import ReplicatedTables
 
 AUTOCAST_TYPES = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}
@@ -273,7 +273,8 @@ class TrainStep(nn.Module):
         embeddings_by_id: tables that give a vector for each id of a list, a collection for each dimension.
 
     Attributes:
-        local: looks ids up in the sharded `embeddings` where `is_local` holds; None: torchrec does.
+        local, local_by_id: look ids up in the sharded `embeddings` and `embeddings_by_id` where `is_local` holds;
+            None and none: torchrec does.
     """
 
     def __init__(
@@ -287,12 +288,19 @@ class TrainStep(nn.Module):
         self.embeddings_by_id = nn.ModuleList(embeddings_by_id)
         self.dense = dense
         self.local: LocalLookup | None = None
+        self.local_by_id: list[LocalLookupById] = []
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
         """Return (loss of this rank, StepOutput). The pipeline then calls `dense.backward()`."""
         pooled = None if self.embeddings is None else (self.local or self.embeddings)(batch.ids)
-        by_id = [embeddings(batch.ids) for embeddings in self.embeddings_by_id]
+        by_id = [lookup(batch.ids) for lookup in self.local_by_id or self.embeddings_by_id]
         return self.dense(pooled, by_id, batch)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether torchrec looks up some table."""
+        pooled = self.embeddings is not None and self.local is None
+        return pooled or len(self.local_by_id) < len(self.embeddings_by_id)
 
 
 def ignore_phase(phase: str, step: int | None = None) -> None:

@@ -3,7 +3,7 @@
 Also the gate where gradients wait before they update tables.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import Config, ShardingChoice
 from recsys.config.choices import FloatType
 from recsys.runtime.world import World
+from recsys.tables.module_names import config_name
 
 _NO_ID = -1  # in a message, for an empty list
 _ONE_EACH, _AT_MOST_ONE, _LISTS = range(3)  # how many ids the lists of a rank's batch have; _LISTS: any number
@@ -100,33 +101,16 @@ def scaled(
     return products if is_bad is None else [product.masked_fill_(is_bad, 0) for product in products]
 
 
-class LocalLookup:
-    """The lookup of torchrec's sharded collection on a single rank, without its exchanges.
+class _Alone:
+    """What looks up on this rank has in common: torchrec's kernels, and the order of their features."""
 
-    The collection splits ids by rank, plans exchanges and waits for them even on a single rank: half a millisecond a
-    step, which is 6 to 8 % of a step of 2048 rows.
-
-    Args:
-        sharded: the collection, of one sharding type. gate: where gradients by what was looked up wait.
-    """
-
-    def __init__(self, sharded: Any, gate: UpdateGate) -> None:
-        (self._grouped,), (sharding,) = sharded._lookups, sharded._embedding_shardings
-        self._kernels, self._gate = self._grouped._emb_modules, gate
+    def __init__(self, sharded: Any, shardings: Iterable[Any]) -> None:
+        (self._grouped,), (sharding,) = sharded._lookups, shardings
         self._features = sharding.feature_names()
         self._names, self._dims = sharding.embedding_names(), sharding.embedding_dims()
         self._keys: list[str] = []  # of the batches, whose places in the tables' order follow
         self._places: list[int] = []
         self._places_there = torch.empty(0)  # the same on the device
-
-    def __call__(self, ids: KeyedJaggedTensor) -> KeyedTensor:
-        """Return the sums of the rows of each list, by feature."""
-        return KeyedTensor(self._names, self._dims, self._lookup(self._in_order(ids)))
-
-    def _lookup(self, ids: KeyedJaggedTensor) -> torch.Tensor:
-        """Return vectors, [rows, sum of dims]; a single kernel is called without torchrec's split and join."""
-        vectors: torch.Tensor = self._grouped(ids) if len(self._kernels) != 1 else self._gate.cut(self._kernels[0](ids))
-        return vectors
 
     def _in_order(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
         keys = ids.keys()
@@ -137,6 +121,49 @@ class LocalLookup:
             self._places_there = torch.tensor(self._places, dtype=torch.int, device=ids.device())
         with torch.no_grad():
             return ids.permute(self._places, self._places_there)
+
+
+class LocalLookupById(_Alone):
+    """The lookup of torchrec's sharded collection of tables that give a vector for each id, without its exchanges.
+
+    Args:
+        sharded: the collection, of one sharding type and one dimension, on a single rank.
+    """
+
+    def __init__(self, sharded: Any) -> None:
+        super().__init__(sharded, sharded._sharding_type_to_sharding.values())
+
+    def __call__(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Return the vectors of each feature's ids, [ids, dim], with the lengths of its lists."""
+        ids = self._in_order(ids)
+        vectors = self._grouped(ids).view(-1, self._dims[0]).split(ids.length_per_key())
+        lengths = ids.lengths().view(len(self._names), -1)
+        parts = zip(self._names, vectors, lengths, strict=True)
+        return {name: JaggedTensor(values, lengths=of_lists) for name, values, of_lists in parts}
+
+
+class LocalLookup(_Alone):
+    """The lookup of torchrec's sharded collection on a single rank, without its exchanges.
+
+    The collection splits ids by rank, plans exchanges and waits for them even on a single rank: half a millisecond a
+    step, which is 6 to 8 % of a step of 2048 rows.
+
+    Args:
+        sharded: the collection, of one sharding type. gate: where gradients by what was looked up wait.
+    """
+
+    def __init__(self, sharded: Any, gate: UpdateGate) -> None:
+        super().__init__(sharded, sharded._embedding_shardings)
+        self._kernels, self._gate = self._grouped._emb_modules, gate
+
+    def __call__(self, ids: KeyedJaggedTensor) -> KeyedTensor:
+        """Return the sums of the rows of each list, by feature."""
+        return KeyedTensor(self._names, self._dims, self._lookup(self._in_order(ids)))
+
+    def _lookup(self, ids: KeyedJaggedTensor) -> torch.Tensor:
+        """Return vectors, [rows, sum of dims]; a single kernel is called without torchrec's split and join."""
+        vectors: torch.Tensor = self._grouped(ids) if len(self._kernels) != 1 else self._gate.cut(self._kernels[0](ids))
+        return vectors
 
 
 class ExchangingLookup(LocalLookup):
@@ -235,27 +262,31 @@ def _ones(number: int) -> dict[str, torch.Tensor]:
     return {"lengths": torch.ones(number, dtype=torch.int32), "offsets": torch.arange(number + 1, dtype=torch.int32)}
 
 
-def is_local(config: Config, sharding_types: Collection[str], world_size: int, on_gpu: bool) -> bool:
-    """Return whether pooled tables of these sharding types are looked up by `LocalLookup` or `ExchangingLookup`.
+def is_local(config: Config, sharding_types: Mapping[str, str], world_size: int, on_gpu: bool) -> bool:
+    """Return whether ids are looked up without torchrec's exchanges: all on a single rank, pooled ones on several CPUs.
 
-    This holds on CPUs, and on one GPU, where each table lies on one rank. Weighted ids are left to torchrec, which
-    sends the weights too, and so are vectors that travel in another type than FP32. Tables that are looked up id by id
-    leave all to it on a GPU, whose pipeline exchanges their ids.
+    This holds where each of these tables lies on one rank. Weighted ids are left to torchrec, which sends the weights
+    too, and so are vectors that travel in another type than FP32.
+
+    Args:
+        sharding_types: by table.
     """
-    if on_gpu and (world_size > 1 or config.unpooled_tables()):
-        return False
-    wires = {config.precision.forward_wire, config.precision.backward_wire}
-    needs_torchrec = any(feature.weights is not None for feature in config.features.values()) or (
-        world_size > 1 and wires != {FloatType.FP32}
-    )
-    return set(sharding_types) == {ShardingChoice.table_wise.value} and not needs_torchrec
+    alone, by_id = world_size == 1, config.unpooled_tables()
+    kinds = {kind for table, kind in sharding_types.items() if alone or table not in by_id}
+    are_sent = not alone and {config.precision.forward_wire, config.precision.backward_wire} != {FloatType.FP32}
+    needs_torchrec = are_sent or any(feature.weights is not None for feature in config.features.values())
+    return kinds <= {ShardingChoice.table_wise.value} and not needs_torchrec and (alone or not on_gpu)
 
 
-def local_lookup(sharded: Any, config: Config, world: World, gate: UpdateGate) -> LocalLookup | None:
-    """Return the lookup of a sharded collection of pooled tables, if there is one, where `is_local` holds."""
-    if sharded is None:
-        return None
-    sharding_types = {table.sharding_type for table in sharded.module_sharding_plan.values()}
+def local_lookups(
+    pooled: Any, by_id: Iterable[Any], config: Config, world: World, gate: UpdateGate
+) -> tuple[LocalLookup | None, list[LocalLookupById]]:
+    """Return what looks up in place of torchrec's sharded collections where `is_local` holds; else None and nothing."""
+    collections = [*([] if pooled is None else [pooled]), *by_id]
+    plans = [plan for sharded in collections for plan in sharded.module_sharding_plan.items()]
+    sharding_types = {config_name(name): sharding.sharding_type for name, sharding in plans}
     if not is_local(config, sharding_types, world.world_size, world.device.type == "cuda"):
-        return None
-    return (LocalLookup if world.world_size == 1 else ExchangingLookup)(sharded, gate)
+        return None, []
+    if world.world_size > 1:
+        return None if pooled is None else ExchangingLookup(pooled, gate), []
+    return None if pooled is None else LocalLookup(pooled, gate), list(map(LocalLookupById, by_id))

@@ -33,7 +33,7 @@ from recsys.errors import UserError
 from recsys.runtime.files import replace_file
 from recsys.runtime.machine import Topology
 from recsys.runtime.world import World
-from recsys.tables.lookup import local_lookup
+from recsys.tables.lookup import local_lookups
 from recsys.tables.module_names import config_name, module_name
 from recsys.tables.plan import fbgemm_output, make_plan, table_constraints
 from recsys.tables.spec import Shard, vector_type
@@ -237,7 +237,9 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
     dense.late_exchange = world.device.type == "cuda"
     for lookup in lookups(model):
         dense.gate.guard(lookup)
-    model.module.local = local_lookup(model.module.embeddings, config, world, dense.gate)
+    sharded: Any = model.module
+    collections = sharded.embeddings, sharded.embeddings_by_id
+    sharded.local, sharded.local_by_id = local_lookups(*collections, config, world, dense.gate)
     if world.world_size > 1:
         dense.replicate(world.device)
     return model

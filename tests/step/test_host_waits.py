@@ -96,7 +96,7 @@ def count_waits() -> None:
     of_gpu: Any = CopyingPipeline
     if os.environ.get("WORLD_SIZE", "1") != "1":
         of_gpu = OverlappedPipeline
-        shard.local_lookup = lambda *_: None  # type: ignore[assignment]
+        shard.local_lookups = lambda *_: (None, [])
     pipeline.PlainPipeline = of_gpu  # type: ignore[misc]
     DenseHalf.late_exchange = property(lambda self: True, lambda self, late: None)  # type: ignore[assignment]
     progress, step, found = of_gpu.progress, 0, Counter[tuple[str, str]]()
@@ -120,7 +120,7 @@ def count_waits() -> None:
 
 BY_SPLIT = [f"tables.{name}.sharding_type=row_wise" for name in ("user", "item", "category", "device", "hour")]
 RUNS = {
-    "plain": (1, []),
+    "plain": (1, ["model.attention={history: item_id}"]),
     "by rows on two ranks": (2, [*BY_SPLIT, "train.micro_batch_size=32", "optimizer.dense.clip_norm=1"]),
     "read later": (2, [*BY_SPLIT, "train.check_every_step=false", "optimizer.dense.clip_norm=1"]),
     "much": (

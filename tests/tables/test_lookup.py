@@ -43,9 +43,9 @@ def trained(
     with open_world(Device.cpu, 1) as world:
         inputs = open_inputs(config, world)
         built = build_model(inputs)
-        is_local = built.step.local is not None
+        is_local = not built.step.exchanges
         if by_torchrec:
-            built.step.local = None
+            built.step.local, built.step.local_by_id = None, []
         built.table_updates.begin(1.0, lambda table: 0)
         gated = GatedOptimizer(built.dense_optimizer, built.step.dense)
         pipeline = of_class(built.model, gated, world.device)
@@ -60,10 +60,15 @@ def trained(
         return is_local, losses, {name: torch.cat([each for each, _ in found]) for name, found in pieces.items()}
 
 
+BY_ID = ("model.attention={history: item_id}", "tables.user.quantize=INT8")  # of two dimensions, and a pooled table
+
+
 @pytest.mark.parametrize("of_class", [PlainPipeline, CopyingPipeline])
-def test_the_same_as_torchrec(of_class: type[PlainPipeline], tmp_path: Path) -> None:
-    is_local, losses, tables = trained(tmp_path, False, of_class=of_class)
-    _, expected, by_torchrec = trained(tmp_path, True)
+@pytest.mark.parametrize("options", [(), BY_ID, (*BY_ID, "tables.category.quantize=INT4")])
+def test_the_same_as_torchrec(options: tuple[str, ...], of_class: type[PlainPipeline], tmp_path: Path) -> None:
+    """Of pooled tables, of those with a vector for each id, and of both."""
+    is_local, losses, tables = trained(tmp_path, False, *options, of_class=of_class)
+    _, expected, by_torchrec = trained(tmp_path, True, *options)
     assert is_local
     assert losses == expected
     assert tables.keys() == by_torchrec.keys() == {"user", "item", "category"}
