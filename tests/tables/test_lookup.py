@@ -63,8 +63,10 @@ def trained(
 BY_ID = ("model.attention={history: item_id}", "tables.user.quantize=INT8")  # of two dimensions, and a pooled table
 
 
-@pytest.mark.parametrize("of_class", [PlainPipeline, CopyingPipeline])
-@pytest.mark.parametrize("options", [(), BY_ID, (*BY_ID, "tables.category.quantize=INT4")])
+@pytest.mark.parametrize(
+    ("options", "of_class"),
+    [((), CopyingPipeline), (BY_ID, CopyingPipeline), ((*BY_ID, "tables.category.quantize=INT4"), PlainPipeline)],
+)
 def test_the_same_as_torchrec(options: tuple[str, ...], of_class: type[PlainPipeline], tmp_path: Path) -> None:
     """Of pooled tables, of those with a vector for each id, and of both."""
     is_local, losses, tables = trained(tmp_path, False, *options, of_class=of_class)
