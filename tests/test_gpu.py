@@ -51,10 +51,13 @@ def losses_of(run_dir: Path) -> list[float]:
 ALL_ROWS = ("tables.user.l2_all_rows=0.02", "tables.device.l2_all_rows=0.5")
 
 
-@pytest.mark.parametrize("penalties", [(), ALL_ROWS], ids=["", "l2_all_rows"])
+BY_ID = ("model.attention={history: item_id}", "tables.user.quantize=INT8")  # of two dimensions, and pooled tables
+
+
+@pytest.mark.parametrize("more", [(), ALL_ROWS, BY_ID], ids=["", "l2_all_rows", "by_id"])
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd", "adagrad", "adam", "ftrl"])
-def test_a_gpu_trains_what_a_cpu_trains(optimizer: str, penalties: tuple[str, ...], tmp_path: Path) -> None:
-    options = (f"optimizer.tables.name={optimizer}", "model.dropout=0.1", *penalties)
+def test_a_gpu_trains_what_a_cpu_trains(optimizer: str, more: tuple[str, ...], tmp_path: Path) -> None:
+    options = (f"optimizer.tables.name={optimizer}", "model.dropout=0.1", *more)
     on_cpu, losses = train(tmp_path / "cpu", *options, "run.device=cpu")
     on_gpu, losses_on_gpu = train(tmp_path / "gpu", *options, "run.device=cuda")
     torch.testing.assert_close(losses_on_gpu, losses, rtol=0, atol=1e-3)
