@@ -265,17 +265,18 @@ def _ones(number: int) -> dict[str, torch.Tensor]:
 def is_local(config: Config, sharding_types: Mapping[str, str], world_size: int, on_gpu: bool) -> bool:
     """Return whether ids are looked up without torchrec's exchanges: all on a single rank, pooled ones on several CPUs.
 
-    This holds where each of these tables lies on one rank. Weighted ids are left to torchrec, which sends the weights
-    too, and so are vectors that travel in another type than FP32.
+    This holds where each of these tables lies on one rank. Several ranks leave weighted ids to torchrec, which sends
+    the weights too, and vectors that travel in another type than FP32.
 
     Args:
         sharding_types: by table.
     """
-    alone, by_id = world_size == 1, config.unpooled_tables()
-    kinds = {kind for table, kind in sharding_types.items() if alone or table not in by_id}
-    are_sent = not alone and {config.precision.forward_wire, config.precision.backward_wire} != {FloatType.FP32}
-    needs_torchrec = are_sent or any(feature.weights is not None for feature in config.features.values())
-    return kinds <= {ShardingChoice.table_wise.value} and not needs_torchrec and (alone or not on_gpu)
+    if world_size == 1:
+        return set(sharding_types.values()) <= {ShardingChoice.table_wise.value}
+    by_id, wires = config.unpooled_tables(), {config.precision.forward_wire, config.precision.backward_wire}
+    kinds = {kind for table, kind in sharding_types.items() if table not in by_id}
+    is_weighted = any(feature.weights is not None for feature in config.features.values())
+    return kinds <= {ShardingChoice.table_wise.value} and wires == {FloatType.FP32} and not (is_weighted or on_gpu)
 
 
 def local_lookups(

@@ -197,7 +197,8 @@ def test_load_of_two_ranks(tmp_path: Path, kind: str) -> None:
         (("table_wise", "table_wise"), 1, ["precision.forward_wire=FP16"], 0, 0),
         (("row_wise", "table_wise"), 1, [], 2, 32 * 6),
         (("row_wise", "row_wise"), 2, [], 1, 32 * 6),
-        (("table_wise", "table_wise"), 1, ["features.b.weights=w"], 1, 32 * 6),
+        (("table_wise", "table_wise"), 1, ["features.b.weights=w"], 0, 0),
+        (("table_wise", "table_wise"), 2, ["features.b.max_length=1", "features.b.weights=w"], 1, 32 * 2),
     ],
 )
 def test_what_torchrec_takes_to_the_ranks(

@@ -4,6 +4,9 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -74,6 +77,20 @@ def test_the_same_as_torchrec(options: tuple[str, ...], of_class: type[PlainPipe
     assert is_local
     assert losses == expected
     assert tables.keys() == by_torchrec.keys() == {"user", "item", "category"}
+    assert all(torch.equal(table, by_torchrec[name]) for name, table in tables.items())
+
+
+@pytest.mark.parametrize("attention", ["{}", "{history: item_id}"])
+def test_weighted_ids_are_the_same(attention: str, tmp_path: Path) -> None:
+    rows = ds.dataset("data/sample/train").to_table()
+    weights = [[0.5 + place for place in range(len(ids or []))] for ids in rows["history"].to_pylist()]
+    pq.write_table(rows.append_column("by_age", pa.array(weights)), tmp_path / "rows.parquet")
+    options = [f"data.train={tmp_path}/rows.parquet", "features.history.weights=by_age", "tables.category.pooling=sum"]
+    options.append(f"model.attention={attention}")
+    is_local, losses, tables = trained(tmp_path, False, *options)
+    _, expected, by_torchrec = trained(tmp_path, True, *options)
+    assert is_local
+    assert losses == expected
     assert all(torch.equal(table, by_torchrec[name]) for name, table in tables.items())
 
 
