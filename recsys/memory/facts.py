@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from recsys.config import Config
+from recsys.config.features import float_columns, id_features
 from recsys.memory.tensors import Bytes
 from recsys.tables.bytes import TableBytes
 
@@ -65,6 +67,13 @@ class DataFacts:
     def of_large_batches(self) -> "DataFacts":
         """Return the facts with `most_ids` in place of `mean_ids`, if they are known."""
         return replace(self, mean_ids=self.most_ids or self.mean_ids)
+
+    def batch_bytes(self, config: Config, rows: int, means: Mapping[str, float]) -> int:
+        """Return the bytes of a batch whose rows have `means` ids of each feature."""
+        weighted = any(feature.weights is not None for feature in config.features.values())
+        # Beside ids: how many there are of each feature, floats, of which a vector has many, labels and the weight.
+        numbers = len(id_features(config)) + len(float_columns(config)) + len(config.labels()) + 1
+        return int(rows * (sum(means.values()) * (self.id_bytes + 4 * weighted) + 4 * numbers))
 
 
 @dataclass(frozen=True)

@@ -84,12 +84,11 @@ class _Rank:
         # Alone, what tables of several sharding types give is copied into one tensor; of one type it is that tensor.
         self._copies_lookups = topology.world_size == 1 and len({shard.sharding_type for shard in shards}) > 1
         rows, self._lookups = dense.rows, Lookups(config, shards, topology.world_size, topology.on_gpu)
+        self._eval_rows = evaluated_rows(config, topology.world_size, rows)
         self.pooled = self._lookups.pooled(rows, data.mean_ids)
         self.pooled_gradient = 4 * self.pooled // self._lookups.number_bytes  # FP32, until it is handed on
         self.ids = rows * sum(data.mean_ids.values())
-        weighted = any(feature.weights is not None for feature in config.features.values())
-        per_row = 4 * (len(config.features) + 2)
-        self.batch_bytes = int(self.ids * (data.id_bytes + 4 * weighted) + rows * per_row)
+        self.batch_bytes = data.batch_bytes(config, rows, data.mean_ids)
         self.looked_up, self.reduced, self.exchanged_ids = self._lookups.of_ranks(rows, data.mean_ids)
         self.looked_up_gradient = 4 * self.looked_up // self._lookups.given_bytes  # FP32, or sent and received
 
@@ -181,17 +180,16 @@ class _Rank:
         data, topology = self._config.data, self._topology
         ahead = batches_ahead(data.prefetch_batches, topology.device)
         queued = ahead + _QUEUED_BATCHES if self._decoding_threads and ahead else 1
-        queued += self._batches_in_pipeline - 1
+        queued += self._batches_in_pipeline - 1 + (0 if topology.on_gpu else self._unread_batches)
+        # Memory of batches of training is kept beside that of an evaluation.
+        batches = [(queued, self.batch_bytes), *([self._evaluated_batches(queued)] if in_evaluation else [])]
+        if topology.on_gpu:
+            batches = [(number, 1 << max(12, (size - 1).bit_length())) for number, size in batches]  # as CUDA locks it
         train = self._config.train
         follows_one = train.eval_every_steps is not None or train.eval_every_epochs is not None
         of_evaluation = self._decoding.eval_later if in_evaluation else self._decoding.eval_kept * follows_one
         # The memory of an evaluation's windows is kept for the next one.
         eval_windows = self._data.eval_window_bytes if in_evaluation or follows_one else 0
-        batch = self.batch_bytes
-        if self._topology.on_gpu:
-            batch = 1 << max(12, (batch - 1).bit_length())  # CUDA locks powers of two
-        else:
-            queued += self._unread_batches
         processes, decoding = self._decoding_processes, self._decoding
         with_cuda = topology.on_gpu or torch.version.cuda is not None
         in_processes = _FORKING_BYTES[with_cuda] + processes * _FORKED_BYTES + max(decoding.first, decoding.later)
@@ -199,8 +197,13 @@ class _Rank:
             "loader_windows": self._data.window_bytes + eval_windows,
             "loader_decoding": of_evaluation + (0 if processes else decoding.later),
             "loader_processes": in_processes + self._data.vocabulary_bytes if processes else 0,
-            "loader_batches": queued * batch,
+            "loader_batches": sum(number * size for number, size in batches),
         }
+
+    def _evaluated_batches(self, queued: int) -> tuple[int, int]:
+        """Return how many batches of an evaluation are there at once, `queued` or all of them, and the bytes of one."""
+        sizes = (self._data.batch_bytes(self._config, self._eval_rows, means) for means in self._data.eval_ids)
+        return min(queued, -(-max(self._data.eval_rows.values()) // self._eval_rows)), max(sizes)
 
     def _init(self) -> tuple[Bytes, Bytes]:
         elements = max((shard.size[0] * shard.size[1] for shard in self._shards), default=0)
@@ -312,10 +315,11 @@ class _Rank:
 
     def _in_evaluation(self, means: Mapping[str, float], eval_bytes: int) -> Bytes:
         """Return the temporaries of an evaluated batch, whose rows have `means` ids of each feature."""
-        rows = evaluated_rows(self._config, self._topology.world_size, self._dense.rows)
+        rows, in_flight = self._eval_rows, self._batches_in_pipeline * self._topology.on_gpu
         looked_up, _, exchanged_ids = self._lookups.of_ranks(rows, means)
         apart = self._copies_lookups or self._topology.world_size > 1
         return {
+            "batches": in_flight * self._data.batch_bytes(self._config, rows, means),
             "lookup_ids": exchanged_ids * (_WIRE_ID_BYTES + 2 * self._data.id_bytes),
             "looked_up": looked_up if apart else 0,  # else it is what `pooled` is
             "pooled": self._lookups.pooled(rows, means),

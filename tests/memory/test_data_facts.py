@@ -191,3 +191,37 @@ def test_what_a_vocabulary_counts_is_decoded(tmp_path: Path) -> None:
     assert facts_of(tmp_path).counted_bytes == 0
     found = facts_of(tmp_path, table={"mapping": "vocabulary"})
     assert found.counted_bytes > 3 * ROWS * 10 * 8 and found.counted_ids.keys() == {"table"}
+
+
+def test_batches_take_what_the_loader_makes(tmp_path: Path) -> None:
+    """With vectors and two labels, also where evaluations have larger ones."""
+    rng = np.random.default_rng(0)
+    vectors = pa.array(list(rng.normal(size=(ROWS, 64)).astype(np.float32)))
+    columns = {"item": rng.integers(0, 50, ROWS), "click": rng.integers(0, 2, ROWS), "buy": rng.integers(0, 2, ROWS)}
+    pq.write_table(pa.table({**columns, "text": vectors, "price": rng.random(ROWS)}), tmp_path / "rows.parquet")
+    settings = {
+        "data": {"train": f"{tmp_path}/rows.parquet", "labels": {"click": "click", "buy": "buy"}},
+        "features": {
+            "item": {"table": "item"},
+            "text": {"type": "float", "dim": 64},
+            "price": {"type": "float"},
+        },
+        "tables": {"item": {"num_embeddings": 50, "embedding_dim": 4}},
+        "model": {"name": "mmoe"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    config = load_config(tmp_path / "config.yaml")
+    with rehearse_world(1, 1, torch.device("cpu")) as world:
+        inputs = open_inputs(config, world)
+        facts, made = data_facts(config, inputs, 1), next(inputs.loader("train").batches())
+    batch_bytes = facts.batch_bytes(config, 1024, facts.mean_ids)
+    assert made.content is not None and batch_bytes == pytest.approx(made.content.nbytes, abs=5 * 64)
+    options = ["data.valid=${data.train}", "data.prefetch_batches=0", f"train.eval_batch_size={8 * 1024}"]
+    for device, batches, locked in (("cpu", 1, batch_bytes), ("cuda", 2, 1 << 19)):
+        there = [f"topology.device={device}", "topology.device_memory=80GiB"]
+        (rank,) = rehearse_run(load_config(tmp_path / "config.yaml", [*options, *there])).prediction.ranks
+        kinds = {phase: {**found["device"], **found["host"]} for phase, found in rank.phases.items()}
+        assert kinds["step"]["loader_batches"] == batches * locked
+        assert kinds["evaluation"]["loader_batches"] == batches * (1 + 8) * locked
+        if device == "cuda":
+            assert kinds["step"]["batches"] == kinds["evaluation"]["batches"] / 8 == 2 * batch_bytes
