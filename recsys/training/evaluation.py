@@ -67,6 +67,7 @@ def evaluator_of(
                     units = (np.zeros(len(output.batch.weights), np.uint64),) if keeps else ()
                     evaluator.update(output.outputs, output.batch, *units)
                     task.done += 1
+                    del output  # the memory of its batch is free before another is made
             return evaluator
     finally:
         model.train()
@@ -92,6 +93,7 @@ def item_vectors(
         vectors[rows] = output.outputs[1][listed.lengths() > 0].float().cpu()
         positions[rows] = listed.values().cpu()
         count = rows.stop
+        del output, listed
     return ItemVectors(vectors[:count], positions[:count], len(inputs.corpus), inputs.world)
 
 

@@ -186,6 +186,7 @@ class Trainer:
                 return True
             if state.step < boundary:  # at the boundary an evaluation comes first, to be in the checkpoint
                 self._save_if_due()
+            del output  # the memory of its batch is free before another is made
         return False
 
     def _begin_updates(self) -> None:

@@ -119,6 +119,8 @@ def test_the_reports_of_a_run(config: Path, tmp_path: Path) -> None:
         peak = report["peak"]
         assert peak["unexplained_bytes"] == peak["measured_bytes"] - peak["predicted_bytes"]
         assert sum(peak["by_kind_predicted"].values()) == peak["predicted_bytes"]
+        # One block, of a power of two bytes: that of a batch is free before the next one is made.
+        assert report["loader"]["batch_bytes"] < 2 * peak["by_kind_predicted"]["loader_batches"]
     page = (folder / "report.md").read_text()
     assert " on rank 0 (" in page and " predicted" in page and "| top.0 | Linear |" in page
     # The log ends in where the run has come to, and the page is in the file alone.
