@@ -166,7 +166,7 @@ class Publisher:
             if self._world.rank == 0 and problem is None:
                 problem = _problem_of(partial(files.write, f"tables/{table}.bin", chunks))
             deque(chunks, maxlen=0)  # other ranks, and rank 0 after an error, take part in the remaining collectives
-        return self._world.from_rank_zero(lambda: problem or self._completed(step, files, self._folder / name))
+        return self._world.from_rank_zero(lambda: self._completed(problem, step, files, self._folder / name))
 
     def _changed_rows(self, table: str, value: Any) -> Iterator[np.ndarray]:
         """Yield, on rank 0, the rows of a table that training has touched, in chunks; collective.
@@ -197,9 +197,10 @@ class Publisher:
         dist.gather_object(value, values, dst=0, group=self._world.host_group)
         return values or []
 
-    def _completed(self, step: int, files: Files, final: Path) -> str | None:
-        """Complete a delta; return the problem, if there is one, after the delta has been removed."""
-        if problem := _problem_of(lambda: self._complete(step, files, final)):
+    def _completed(self, problem: str | None, step: int, files: Files, final: Path) -> str | None:
+        """Complete a delta, unless writing its rows had a problem; return the problem, after the delta was removed."""
+        problem = problem or _problem_of(lambda: self._complete(step, files, final))
+        if problem and not self._lock.lost():  # else the folder may be another run's
             shutil.rmtree(files.folder, ignore_errors=True)
         return problem
 
