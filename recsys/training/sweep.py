@@ -102,7 +102,8 @@ class Sweep:
         except ValueError as error:
             raise UserError(f"'{self.out}' cannot be joined ({error}); name another folder by --out") from error
         settings = {"command": self._command(), "space": self.space.texts, "metric": self.metric, "seeds": self.seeds}
-        if study.user_attrs.setdefault("asked", settings) != settings:
+        is_other = [direction.name.lower() for direction in study.directions] != directions  # which Optuna would join
+        if is_other or study.user_attrs.setdefault("asked", settings) != settings:
             raise UserError(
                 f"'{self.out}' holds another sweep; give it the same words, or name another folder by --out"
             )

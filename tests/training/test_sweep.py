@@ -99,10 +99,10 @@ def test_mistakes(tmp_path: Path) -> None:
         assert said in sweep(tmp_path, *words, status=1)
 
 
-def opened(out: Path, *space: str, trials: int = 1) -> Sweep:
+def opened(out: Path, *space: str, trials: int = 1, by_bytes: bool = False) -> Sweep:
     config = f"{ROOT}/{CONFIG}"
     searched, metric = open_space(config, SHORT, space, out, None)
-    return Sweep(config, tuple(SHORT), searched, out, trials, seeds=1, jobs=1, metric=metric, by_bytes=False)
+    return Sweep(config, tuple(SHORT), searched, out, trials, seeds=1, jobs=1, metric=metric, by_bytes=by_bytes)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,15 @@ def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     with pytest.raises(UserError, match=f"--out: '{tmp_path}' holds a run"):
         opened(tmp_path, RATE)
+
+
+@pytest.mark.parametrize("by_bytes", [False, True])
+def test_a_sweep_by_bytes_goes_on_with_none_by_the_metric_alone(by_bytes: bool, tmp_path: Path) -> None:
+    """Optuna would join it, and count no trial, whose values are too few or too many for it: it would never end."""
+    opened(tmp_path, RATE, by_bytes=by_bytes)._study()
+    opened(tmp_path, RATE, by_bytes=by_bytes)._study()
+    with pytest.raises(UserError, match="holds another sweep; give it the same words"):
+        opened(tmp_path, RATE, by_bytes=not by_bytes)._study()
 
 
 def test_trials_publish_nothing(tmp_path: Path) -> None:
