@@ -152,10 +152,7 @@ class Sweep:
             UserError: the process failed. TrialPruned: it was ended early. StoppedError: the search is stopped.
         """
         self.stop.check()
-        of_sweep = [f"seed={seed}", f"run.dir={as_value(run_dir)}", *OF_TRIALS]
-        if self.jobs > 1 and not any(word.startswith("run.num_threads=") for word in self.overrides):
-            of_sweep.append(f"run.num_threads={max(1, len(os.sched_getaffinity(0)) // self.jobs)}")
-        command = [sys.executable, "-m", "recsys", "train", self.config, *self.overrides, *words, *of_sweep]
+        command = [sys.executable, "-m", "recsys", "train", self.config, *self._changes(run_dir, words, seed)]
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         log = run_dir.parent / f"{run_dir.name}.log"
         with log.open("w") as output:
@@ -177,6 +174,13 @@ class Sweep:
         if result.get(self.metric) is None:
             raise UserError(f"the run tells no {self.metric} of data.valid")
         return float(result[self.metric])
+
+    def _changes(self, run_dir: Path, words: Sequence[str], seed: int) -> list[str]:
+        """Return the changes to the config of one training; several at a time share the cores, unless they say how."""
+        changes = [*self.overrides, *words, f"seed={seed}", f"run.dir={as_value(run_dir)}", *OF_TRIALS]
+        if self.jobs > 1 and load_config(self.config, changes).run.num_threads is None:
+            changes.append(f"run.num_threads={max(1, len(os.sched_getaffinity(0)) // self.jobs)}")
+        return changes
 
     def _evaluations(self, process: "subprocess.Popen[bytes]", metrics: Path) -> Iterator[tuple[int, float]]:
         """Yield step and metric of each evaluation of data.valid after which training goes on, until a process has

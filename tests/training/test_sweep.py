@@ -146,6 +146,18 @@ def test_trials_publish_nothing(tmp_path: Path) -> None:
         opened(tmp_path, "train.publish.dir=[a, b]")
 
 
+def test_threads_that_are_set_are_not_shared_out_among_trials(tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text(f"base: {ROOT}/{CONFIG}\nrun: {{num_threads: 2}}\n")
+    for config, words, threads in (
+        (f"{ROOT}/{CONFIG}", [], 1),
+        (f"{ROOT}/{CONFIG}", ["run.num_threads=2"], 2),
+        (f"{tmp_path}/two.yaml", [], 2),
+    ):
+        searched = Sweep(config, (), Space({}), tmp_path, trials=1, seeds=1, jobs=4096, metric="auc", by_bytes=False)
+        changes = searched._changes(tmp_path / "run", words, seed=1)
+        assert load_config(config, changes).run.num_threads == threads
+
+
 def test_values_that_fit_with_some_of_the_others_are_searched(tmp_path: Path) -> None:
     steps, epochs = "train.eval_every_steps=[2, null]", "train.eval_every_epochs=[1, null]"
     assert opened(tmp_path, steps, epochs).space.texts.keys() == {"train.eval_every_steps", "train.eval_every_epochs"}
