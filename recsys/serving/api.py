@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,7 @@ class Run:
         _check_alone()
         quiet_libraries()
         finished = find_run(run, overrides, trust_code)
+        finished = replace(finished, checkpoint=finished.checkpoint.absolute())  # the current folder may change
         world = _world(finished.config.run.device)
         self._run = finished.in_order(world_size=1)
         self._opened = OpenRun(self._run, world, [])

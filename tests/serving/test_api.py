@@ -72,6 +72,13 @@ def test_items_are_read_once_and_for_recommendations_alone(tmp_path: Path, monke
     assert opened.recommend(users.slice(7, 2), k=5).equals(best.slice(7, 2)) and reads == ["data.items"]
     assert opened.embeddings("item", pq.read_table(tmp_path / "items.parquet").slice(0, 3)).num_rows == 3
     assert opened.recommend(users, k=5).equals(best)
+    monkeypatch.chdir(run)
+    beside = recsys.open_run(".")
+    monkeypatch.chdir("/")  # files of the run that are read later are found all the same
+    assert beside.embeddings("tables.user", pairs).equals(opened.embeddings("tables.user", pairs))
+    texts = pairs.set_column(0, "user", pairs["user"].cast(pa.string()))
+    with pytest.raises(UserError, match=r"its ids are string .* and int64 .* of data\.train"):  # as its footers say
+        beside.predict(texts)
 
 
 @pytest.mark.slow
