@@ -47,7 +47,7 @@ from torch.distributed.run import main
 end_with_parent()
 main()
 """
-_worlds: list[World] = []  # of this process: none or one,
+_worlds: dict[int, World] = {}  # none or one, by the number of the process that made it,
 _open = ExitStack()  # which this closes
 _LIST_VIEWS = (pa.ListViewType, pa.LargeListViewType)
 
@@ -155,6 +155,7 @@ class Run:
 
     def embeddings(self, name: str, data: Data = None, keep: Sequence[str] | None = None) -> pa.Table:
         """Return vectors by raw id; see `recsys.serving.embeddings.embeddings`."""
+        _check_not_forked()
         keep = _texts("keep", keep, "'user_id'")
         table = table_of(self._run, name, keep)
         with nullcontext() if data is None else _as_files(data) as paths, naming_data():
@@ -165,6 +166,7 @@ class Run:
             return self._given(given, keep, lambda: vectors_of_tower(name))
 
     def _scored(self, data: Data, role: str, keep: Sequence[str] | None, results_of: Callable[[], Results]) -> pa.Table:
+        _check_not_forked()
         keep = _texts("keep", keep, "'user_id'")
         with _as_files(data) as paths, naming_data():
             return self._given(self._run.given(role, paths, keep), keep, results_of)
@@ -188,10 +190,24 @@ def _check_alone() -> None:
             f"variables RANK and WORLD_SIZE); start it without one, or give the launcher the command: torchrun … -m "
             f"recsys predict RUN DATA OUT"
         )
+    _check_not_forked()
     if not _worlds and dist.is_initialized():
         raise UserError(
             "this process is in a process group of torch.distributed, and an open run has one of its own; open it in "
             "a process of its own, or call torch.distributed.destroy_process_group() before"
+        )
+
+
+def _check_not_forked() -> None:
+    """Refuse a process that is a fork of one with an open run: it would wait for threads that a fork does not copy.
+
+    Raises:
+        UserError: says how to start a process that may open a run.
+    """
+    if _worlds and os.getpid() not in _worlds:
+        raise UserError(
+            "this process was forked from one that has a run open, and lacks the threads that compute; open the run in "
+            "processes that are spawned, as multiprocessing.get_context('spawn') starts them"
         )
 
 
@@ -203,8 +219,8 @@ def _world(device: Device) -> World:
     """
     if not _worlds:
         atexit.register(_open.close)
-        _worlds.append(_open.enter_context(open_world(device)))
-    (world,) = _worlds
+        _worlds[os.getpid()] = _open.enter_context(open_world(device))
+    (world,) = _worlds.values()
     if device is not Device.auto and device.value != world.device.type:
         raise UserError(
             f"config key 'run.device' is {device.value}, and this process has a run open on {world.device.type}; open "

@@ -198,12 +198,25 @@ def test_one_of_several_ranks_opens_no_run(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(UserError, match="on one process alone, and a launcher started this one as rank 0 of 2"):
             attempt()
     monkeypatch.delenv("RANK")
-    monkeypatch.setattr(api, "_worlds", [])
+    monkeypatch.setattr(api, "_worlds", {})
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(
         UserError, match=r"is in a process group of torch\.distributed, .* call .*destroy_process_group"
     ):
         recsys.open_run("nowhere")
+
+
+def test_a_fork_of_a_process_with_an_open_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever in its first exchange, of one rank with itself."""
+    monkeypatch.setattr(api, "_worlds", {os.getppid(): None})
+    run = object.__new__(api.Run)
+    for attempt in (
+        lambda: recsys.open_run("nowhere"),
+        lambda: run.predict("nowhere"),
+        lambda: run.embeddings("item"),
+    ):
+        with pytest.raises(UserError, match=r"forked from one that has a run open, .*get_context\('spawn'\)"):
+            attempt()
 
 
 def test_a_trained_class_of_ones_own_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
