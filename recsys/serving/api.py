@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -138,7 +139,7 @@ class Run:
         quiet_libraries()
         finished = find_run(run, overrides, trust_code)
         finished = replace(finished, checkpoint=finished.checkpoint.absolute())  # the current folder may change
-        world = _world(finished.config.run.device)
+        world = _world(finished.config.run.device, finished.config.run.num_threads)
         self._run = finished.in_order(world_size=1)
         self._opened = OpenRun(self._run, world, [])
 
@@ -211,15 +212,19 @@ def _check_not_forked() -> None:
         )
 
 
-def _world(device: Device) -> World:
+def _world(device: Device, num_threads: int | None) -> World:
     """Return a world of this process alone, which lasts as long as the process; there is one at most.
+
+    Threads that are set hold for the whole process, from the last run on that sets them.
 
     Raises:
         UserError: it was made for another device.
     """
     if not _worlds:
         atexit.register(_open.close)
-        _worlds[os.getpid()] = _open.enter_context(open_world(device))
+        _worlds[os.getpid()] = _open.enter_context(open_world(device, num_threads))
+    elif num_threads is not None:
+        torch.set_num_threads(num_threads)
     (world,) = _worlds.values()
     if device is not Device.auto and device.value != world.device.type:
         raise UserError(

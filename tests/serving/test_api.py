@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import torch.distributed as dist
 from launch import ROOT, fork_train
 from omegaconf import OmegaConf
@@ -73,7 +74,8 @@ def test_items_are_read_once_and_for_recommendations_alone(tmp_path: Path, monke
     assert opened.embeddings("item", pq.read_table(tmp_path / "items.parquet").slice(0, 3)).num_rows == 3
     assert opened.recommend(users, k=5).equals(best)
     monkeypatch.chdir(run)
-    beside = recsys.open_run(".")
+    beside = recsys.open_run(".", "run.num_threads=1")
+    assert torch.get_num_threads() == 1
     monkeypatch.chdir("/")  # files of the run that are read later are found all the same
     assert beside.embeddings("tables.user", pairs).equals(opened.embeddings("tables.user", pairs))
     texts = pairs.set_column(0, "user", pairs["user"].cast(pa.string()))
