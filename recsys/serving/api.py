@@ -243,14 +243,11 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
         yield [str(path) for path in data]
     else:
         try:
-            table = as_table(data)
+            table = as_table(dict(data) if isinstance(data, Mapping) else data)
         except ExportError as error:
-            reason = f" ({' '.join(str(error.__cause__).split())[:300]})" if isinstance(data, Mapping) else ""
-            if isinstance(error.__cause__, OverflowError):
-                reason = ", numbers from 2**63 on as uint64 of NumPy or Arrow"
             raise UserError(
                 f"DATA is a {type(data).__name__}, and may be paths, an Arrow table, a data frame or a mapping of "
-                f"columns of one length{reason}"
+                f"columns of one length{_reason(data, error.__cause__)}"
             ) from error
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -264,6 +261,15 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
             except UserError as error:
                 error.args = (_without_file(str(error), folder), *error.args[1:])
                 raise
+
+
+def _reason(data: Data, cause: BaseException | None) -> str:
+    """Return why Arrow has not taken a mapping or a data frame; of what is neither, its type tells all."""
+    if isinstance(cause, OverflowError):
+        return ", numbers from 2**63 on as uint64 of NumPy or Arrow"
+    if cause is None or not (isinstance(data, Mapping) or hasattr(type(data), "columns")):
+        return ""
+    return f" ({' '.join('; '.join(map(str, cause.args)).split())[:300]})"
 
 
 def _without_file(message: str, folder: str) -> str:

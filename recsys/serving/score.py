@@ -318,13 +318,21 @@ def column(table: pa.Table, name: str, untyped: bool = False) -> pa.Array:
 def as_table(rows: Any) -> pa.Table:
     """Return an Arrow table of an Arrow table or batch, a dict of columns or a data frame."""
     try:
-        for name, values in rows.items() if isinstance(rows, dict) else ():
-            if isinstance(values, str | bytes | dict):  # Arrow would take each letter or key for a row
-                raise TypeError(f"column {name!r} is a {type(values).__name__}, and must be a list of values")
+        rows = {name: _values(name, values) for name, values in rows.items()} if isinstance(rows, dict) else rows
         return pa.table(rows)
     except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
         allowed = "an Arrow table or batch, a dict of columns or a data frame, numbers from 2**63 on as uint64"
         raise ExportError(f"rows are a {type(rows).__name__}, and may be {allowed}: {error}") from error
+
+
+def _values(name: str, values: Any) -> Any:
+    if isinstance(values, str | bytes | dict):  # Arrow would take each letter or key for a row
+        raise TypeError(f"column {name!r} is a {type(values).__name__}, and must be a list of values")
+    try:
+        return values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values)
+    except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
+        error.args = (f"column {name!r}: {error}",)
+        raise
 
 
 def crossed(table: pa.Table, names: list[str]) -> pa.Array:

@@ -1,5 +1,6 @@
 """`recsys.train`, `recsys.open_run`: a run from Python, with Arrow tables."""
 
+import math
 import os
 import shutil
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -254,6 +256,32 @@ def test_names_to_keep_are_a_list() -> None:
         with pytest.raises(ExportError, match=r"rows are a dict, .* numbers from 2.*63 on as uint64"):
             as_table({"a": large})
     assert as_table({"a": np.array([2**63], np.uint64)})["a"].to_pylist() == [2**63]
+
+
+class Frame:
+    """What pandas' data frames have that Arrow or this API looks at."""
+
+    columns = ("a",)
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        raise pa.ArrowInvalid("Could not convert 'x' with type str", "Conversion failed for column a with type object")
+
+
+def test_what_arrow_takes_no_values_of_is_told_with_its_column() -> None:
+    given: Any = MappingProxyType({"a": np.array([1, 2])})  # as a file of np.load, no dict
+    with api._as_files(given) as folder:
+        assert pq.read_table(folder)["a"].to_pylist() == [1, 2]
+    for data, said in (
+        ({"b": [1], "a": np.array(["x", math.nan], object)}, r"a dict, .* length \(column 'a': .*float"),
+        ({"b": [1], "a": np.ones((1, 1))}, r"a dict, .* length \(column 'a': only handle 1-dimensional arrays\)"),
+        (
+            Frame(),
+            r"a Frame, .* \(Could not convert 'x' with type str; Conversion failed for column a with type object\)",
+        ),
+        (7, r"a int, .* a mapping of columns of one length$"),
+    ):
+        with pytest.raises(UserError, match=f"^DATA is {said}"), api._as_files(data):
+            pass
 
 
 def test_dictionaries_that_hold_a_null_are_written_as_what_they_stand_for(tmp_path: Path) -> None:
