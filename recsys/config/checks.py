@@ -14,7 +14,7 @@ from recsys.config.choices import (
     NullPolicy,
     ShardingChoice,
 )
-from recsys.config.compression_checks import check_compression, check_dense_int8
+from recsys.config.compression_checks import check_compression, check_publishing
 from recsys.config.experts import check_experts, expert_tables
 from recsys.config.initial import check_init
 from recsys.config.names import check_names, one_of
@@ -44,7 +44,7 @@ def check_config(config: Config) -> None:
     _check_filter(config)
     _check_training(config)
     check_topology(config.topology)
-    check_dense_int8(config)
+    check_publishing(config)
     if config.memory.budget is not None:
         num_bytes("memory.budget", config.memory.budget)
     for table in config.train.init.from_parquet:

@@ -1,18 +1,44 @@
 """Checks of settings that make models small enough to serve: quantised vectors, sparsity, pruned rows, INT8 layers."""
 
-from recsys.config.choices import COLUMN_SPLITS, UNPOOLED, ComputeKernel, IdMappingType, RowCode
+from recsys.config.choices import (
+    COLUMN_SPLITS,
+    UNPOOLED,
+    ComputeKernel,
+    DataType,
+    IdMappingType,
+    RowCode,
+    TableEncoding,
+)
 from recsys.config.schema import Config, TableConfig
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
 
 
-def check_dense_int8(config: Config) -> None:
-    """Raise a UserError if the dense part is to be in INT8 and published too, since publications hold FP32 layers."""
-    if config.precision.dense_int8 and config.train.publish.dir is not None:
+def check_publishing(config: Config) -> None:
+    """Raise a UserError if what is to be published is of types that publications do not hold.
+
+    Else each publication would fail after its checkpoint and its export, and training would go on without any.
+    """
+    publish = config.train.publish
+    if publish.dir is None:
+        return
+    if config.precision.dense_int8:
         raise UserError(
             "config key 'precision.dense_int8': train.publish hands on FP32 layers; set it to false, or drop "
             "train.publish.dir"
         )
+    for name, table in config.tables.items():
+        if table.data_type is DataType.FP8:
+            raise UserError(
+                f"config key 'tables.{name}.data_type': train.publish takes tables of FP32 and FP16, found FP8; use "
+                f"FP16, or drop train.publish.dir"
+            )
+        in_int2 = publish.tables is TableEncoding.int2 and table.quantize is None
+        if in_int2 and not takes_code(table, RowCode.INT2):
+            raise UserError(
+                f"config key 'train.publish.tables': int2 takes an embedding_dim that is a multiple of 8, found "
+                f"{table.embedding_dim} of tables.{name}; use int4"
+            )
 
 
 def takes_code(table: TableConfig, code: RowCode) -> bool:

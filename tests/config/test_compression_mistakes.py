@@ -5,6 +5,8 @@ import pytest
 from recsys.config import load_config
 from recsys.errors import UserError
 
+TABLES = ("item", "user", "category", "device", "hour")
+
 
 @pytest.mark.parametrize(
     ("override", "said"),
@@ -21,10 +23,29 @@ def test_mistakes(override: str, said: str) -> None:
     assert said in str(error.value)
 
 
-def test_layers_in_int8_are_not_published() -> None:
-    overrides = ["precision.dense_int8=true", "train.publish={dir: a, every_steps: 1}"]
-    with pytest.raises(UserError, match=r"config key 'precision\.dense_int8': train\.publish hands on FP32 layers"):
-        load_config("configs/dlrm_sample.yaml", overrides)
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["precision.dense_int8=true"], r"'precision\.dense_int8': train\.publish hands on FP32 layers"),
+        (
+            ["tables.user.data_type=FP8", "tables.user.init_range=0.1"],
+            r"'tables\.user\.data_type': .* found FP8; use FP16",
+        ),
+        (
+            ["train.publish.tables=int2", *(f"tables.{name}.embedding_dim=12" for name in TABLES)],
+            r"'train\.publish\.tables': int2 takes .* multiple of 8, found 12 of tables\.user; use int4",
+        ),
+    ],
+)
+def test_what_cannot_be_published_is_refused_at_the_start(overrides: list[str], said: str) -> None:
+    """Without a folder to publish to it may be trained; a table with a code of its own is written in that."""
+    publish = ["train.publish.dir=a", "train.publish.every_steps=1"]
+    with pytest.raises(UserError, match=f"config key {said}"):
+        load_config("configs/dlrm_sample.yaml", [*publish, *overrides])
+    load_config("configs/dlrm_sample.yaml", overrides)
+    if "train.publish.tables=int2" in overrides:
+        codes = [f"tables.{name}={{quantize: INT4, sharding_type: row_wise}}" for name in TABLES]
+        load_config("configs/dlrm_sample.yaml", [*publish, *overrides, *codes])
 
 
 @pytest.mark.parametrize("mapping", ["hash", "identity", "quotient_remainder"])
