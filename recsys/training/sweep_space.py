@@ -127,7 +127,7 @@ class Space:
         bounds: dict[str, list[Any]] = {}
         for key, text in self.texts.items():
             if isinstance(text, list) and text:
-                bounds[key] = [json.dumps(value) for value in text]
+                bounds[key] = [json.dumps(value, ensure_ascii=False) for value in text]  # YAML has no surrogates
                 continue
             low, _, after_low = str(text).partition("..")
             high, _, option = after_low.partition(":")

@@ -52,6 +52,8 @@ def test_choices_are_read_as_configs_are(tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_text("data.train: [2026-11-01, 2026-11-02]\n")
     space = Space.parse([f"{tmp_path}/space.yaml", "a=[1e-3, null, true]"])
     assert space.bounds() == {"data.train": ['"2026-11-01"', '"2026-11-02"'], "a": ["0.001", "null", "true"]}
+    far = Space.parse(["data.train=[données/😀]"]).samples()[0]
+    assert load_config(ROOT / CONFIG, far).data.train == "données/😀"
 
 
 @pytest.mark.parametrize(
