@@ -152,7 +152,8 @@ class Condition:
         if pa.types.is_decimal(values.type) or pa.types.is_floating(values.type):
             return reduce(pc.or_kleene, (pc.equal(values, scalar) for scalar in self.value))
         dtypes = {scalar.type for scalar in self.value}
-        literals = pa.array([scalar.as_py() for scalar in self.value], dtypes.pop() if len(dtypes) == 1 else pa.int64())
+        dtype = dtypes.pop() if len(dtypes) == 1 else pa.int64()
+        literals = pa.array([scalar.cast(dtype) for scalar in self.value], dtype)
         # The kernel says false for null, and `not in` would take it.
         return pc.if_else(pc.is_valid(values), pc.is_in(values, literals), pa.scalar(None, pa.bool_()))
 

@@ -79,5 +79,6 @@ def check_quotes(batch: pa.RecordBatch, path: Path, delimiter: str) -> None:
 
 def check_header(rows: pa.RecordBatch, path: Path) -> None:
     """Raise a UserError if the first row of a file without a header holds the names of the columns."""
-    if list(map(str, rows.slice(0, 1).to_pylist()[0].values())) == rows.schema.names:
+    texts = [column[0].as_py() for column in rows.columns if pa.types.is_string(column.type)]
+    if texts == rows.schema.names:
         raise UserError(f"{path} begins with the names that --columns gives, and so has a header; leave --columns out")

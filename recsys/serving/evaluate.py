@@ -155,7 +155,7 @@ def _evaluated(opened: OpenRun, role: str, extras: Extras, slices: _Slices) -> _
 def _slices(opened: OpenRun, extras: Extras) -> _Slices:
     """Return a function from values of column `extras.by` to the names of their slices; collective."""
     if not extras.cold:
-        return lambda values: ["null" if value is None else str(value) for value in values.to_pylist()]
+        return lambda values: list(map(_name, values))
     config, column = opened.run.config, extras.by or ""
     options = ReadOptions(config.data.verify_checksums, config.data.retries, config.data.max_bad_files)
     columns, filter = {column: "--cold"}, row_filter(config, "train")
@@ -174,6 +174,16 @@ def _slices(opened: OpenRun, extras: Extras) -> _Slices:
         return list(texts)
 
     return slices_of
+
+
+def _name(value: pa.Scalar) -> str:
+    """Return the name of the slice of a value."""
+    if not value.is_valid:
+        return "null"
+    try:
+        return str(value.as_py())
+    except ValueError:  # a time with nanoseconds, which Python's has not
+        return value.cast(pa.string()).as_py()
 
 
 @torch.no_grad()

@@ -236,3 +236,9 @@ def test_a_csv_file_of_a_header_alone_tells_no_types(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("stars\n")
     with pytest.raises(UserError, match=r"/a\.csv has columns stars, but .*/b\.csv has stars, user"):
         convert_csv([tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "others", CsvOptions())
+
+
+def test_a_csv_file_without_a_header_of_times_with_nanoseconds(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("1,2026-11-05 18:30:00.123456789\n")
+    convert_csv([tmp_path / "a.csv"], tmp_path / "out", CsvOptions(columns=["user", "t"]))
+    assert pq.read_table(tmp_path / "out")["t"][0].value == 1793903400123456789

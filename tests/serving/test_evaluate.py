@@ -13,6 +13,7 @@ import torch
 from launch import ROOT, evaluate, fork_train
 
 from recsys.errors import UserError
+from recsys.serving.evaluate import Extras, _slices
 from recsys.serving.finished import find_run
 
 
@@ -164,3 +165,12 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=f"^RUN: '{path}' {said}; name a run directory"):
             find_run(str(path), [])
+
+
+def test_slices_of_times_with_nanoseconds() -> None:
+    names = _slices(None, Extras(by="t"))  # type: ignore[arg-type]
+    day = 86_400 * 10**9
+    assert names(pa.array([day, day + 1, None], pa.timestamp("ns"))) == [
+        *("1970-01-02 00:00:00", "1970-01-02 00:00:00.000000001", "null")
+    ]
+    assert names(pa.array([1, 1500], pa.time64("ns"))) == ["00:00:00.000000001", "00:00:00.000001500"]
