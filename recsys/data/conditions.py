@@ -29,6 +29,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "or": pc.or_kleene,
 }
 _OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}
+_TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 # A test of a column's type, the types of literals that it is compared with, and what to write.
 _LITERALS: tuple[tuple[Callable[[pa.DataType], bool], tuple[type, ...], str], ...] = (
     (pa.types.is_boolean, (bool, int), "write True or False"),
@@ -43,8 +44,8 @@ _LITERALS: tuple[tuple[Callable[[pa.DataType], bool], tuple[type, ...], str], ..
     (pa.types.is_struct, (), "compare one of its fields, as device.os"),
     (pa.types.is_nested, (), "a list has only 'is None' and 'is not None'"),
     (pa.types.is_null, (bool, int, float, str), "write 'is None'"),
-    (lambda dtype: pa.types.is_string(dtype) or pa.types.is_binary(dtype), (str,), "write a value in quotes"),
-    (lambda dtype: True, (), "write a value in quotes"),
+    (lambda dtype: dtype in _TEXTS, (str,), "write a value in quotes"),
+    (lambda dtype: True, (), "such a column has only 'is None', 'is not None' and comparisons with one of its type"),
 )
 
 

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
+from recsys.data.filters import parse_filter
 from recsys.data.parquet import open_dataset
+from recsys.errors import UserError
 
 
 def write(path: Path, **columns: pa.Array) -> Path:
@@ -19,3 +22,19 @@ def test_nanoseconds_in_a_list_of_times(tmp_path: Path) -> None:
     moments = [f"1970-01-01 00:00:00.00000000{i}" for i in (1, 3, 4)]
     for text, expected in ((f"t in {moments}", 2), (f"t not in {moments}", 1)):
         assert open_dataset("data.train", str(path), {"t": "this test"}, filter=text).num_rows == expected
+
+
+@pytest.mark.parametrize("dtype", [pa.time32("ms"), pa.time64("us"), pa.binary(16)])  # the last one of UUIDs
+def test_no_literal_is_asked_for_where_none_compares(dtype: pa.DataType) -> None:
+    schema = pa.schema({"x": dtype, "y": dtype})
+    with pytest.raises(UserError, match=r"'x' is .*'18:30'; such a column has only 'is None', .* one of its type$"):
+        parse_filter("x == '18:30'").bind(schema)
+    parse_filter("x is None or x == y").bind(schema)
+
+
+@pytest.mark.parametrize("dtype", [pa.large_string(), pa.large_binary()])
+def test_texts_however_they_are_held(dtype: pa.DataType) -> None:
+    """A log with 2 GiB of texts is held as large ones."""
+    table = pa.table({"x": pa.array(["a", "b", None]).cast(dtype)})
+    for text in ("x == 'b'", "x in ['b', 'c']"):
+        assert parse_filter(text).bind(table.schema).mask(table).to_pylist() == [False, True, None]
