@@ -169,11 +169,16 @@ def unified(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     if pa.types.is_list(one) and pa.types.is_list(other):
         return pa.list_(unified(one.value_type, other.value_type))
     dtypes = [one, other]
-    if any(map(pa.types.is_decimal, dtypes)):  # Arrow unifies integers to a digit less than its cast needs
-        digits = [len(str(2**dtype.bit_width)) if pa.types.is_integer(dtype) else 0 for dtype in dtypes]
-        dtypes = [pa.decimal128(most, 0) if most else dtype for most, dtype in zip(digits, dtypes, strict=True)]
+    if any(map(pa.types.is_decimal, dtypes)):
+        dtypes = [_beside_decimals(dtype) for dtype in dtypes]
     schemas = [pa.schema([("", dtype)]) for dtype in dtypes]
     return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+
+
+def _beside_decimals(dtype: pa.DataType) -> pa.DataType:
+    if pa.types.is_integer(dtype):  # Arrow unifies these to a digit less than its cast needs
+        return pa.decimal128(len(str(2**dtype.bit_width)), 0)
+    return pa.float64() if pa.types.is_floating(dtype) else dtype  # Arrow would put decimals into halves
 
 
 def narrowed(dataset: Dataset, num_rows: np.ndarray, max_rows: int | None = None) -> Dataset:

@@ -916,6 +916,7 @@ def unified(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     kinds = [one, other]
     if any(map(pa.types.is_decimal, kinds)):
         kinds = [pa.decimal128(len(str(2**kind.bit_width)), 0) if pa.types.is_integer(kind) else kind for kind in kinds]
+        kinds = [pa.float64() if pa.types.is_floating(kind) else kind for kind in kinds]
     return pa.unify_schemas([pa.schema([("", kind)]) for kind in kinds], promote_options="permissive").types[0]
 
 
