@@ -155,6 +155,8 @@ def read_vocabulary(path: Path) -> pa.Array:
         ) from error
     if ids is None:
         raise UserError(f"vocabulary file '{path}' has the columns {', '.join(names)}, and must have one called id")
+    if isinstance(ids.type, pa.BaseExtensionType):  # such as UUIDs, whose ids in data are hashed as their bytes
+        ids = ids.cast(ids.type.storage_type)
     if pa.types.is_dictionary(ids.type):
         ids = ids.cast(ids.type.value_type)
     if not (is_text(ids.type) or pa.types.is_integer(ids.type)):

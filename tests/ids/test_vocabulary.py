@@ -313,3 +313,9 @@ def test_vocabulary_by_other_hands(tmp_path):
     assert read_vocabulary(path).equals(pa.array(["x", "y"]))
     pq.write_table(pa.table({"id": pa.array([3, 1], pa.int16())}), path)
     assert read_vocabulary(path).equals(pa.array([3, 1]))
+
+
+def test_a_file_of_uuids_holds_what_a_column_of_uuids_does(tmp_path):
+    """DuckDB writes such for its type; a run reads the ids of its data as these bytes."""
+    pq.write_table(pa.table({"id": pa.array([b"\xff" * 16, b"b" * 16], pa.uuid())}), tmp_path / "v.parquet")
+    assert read_vocabulary(tmp_path / "v.parquet").to_pylist() == [b"\xff" * 16, b"b" * 16]
