@@ -201,8 +201,14 @@ def _one_item_a_row(table: pa.Table, item: str) -> pa.Table:
     column = table[item]
     if not pa.types.is_list(column.type):
         return table
+    items = pc.list_flatten(column)
+    if items.null_count:  # which no --where can leave out
+        raise UserError(
+            f"the lists of column {item!r} hold {items.null_count:,} nulls, and every item needs an id; "
+            f"write the lists without them"
+        )
     rows = table.drop_columns([item]).take(pc.list_parent_indices(column))
-    return rows.append_column(item, pc.list_flatten(column))
+    return rows.append_column(item, items)
 
 
 def _log(table: pa.Table, columns: LogOptions, split: np.ndarray | None) -> tuple[Log, np.ndarray | None]:
