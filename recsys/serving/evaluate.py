@@ -162,18 +162,23 @@ def _slices(opened: OpenRun, extras: Extras) -> _Slices:
     train = opened.world.from_rank_zero(
         lambda: open_dataset("data.train", config.data.train, columns, config.data.max_rows, filter, options)
     )
+    _check_cold(column, train.schema.field(column).type)
     request = VocabularyRequest((column,), extras.cold, sys.maxsize)
     warm = hash_column(measure(train, {column: request}, [], opened.world).vocabularies[column])
 
     def slices_of(values: pa.Array) -> list[str]:
-        if pa.types.is_nested(values.type):
-            raise UserError(f"--cold: column '{column}' is {values.type}; it goes by a column of one id a row")
+        _check_cold(column, values.type)
         has_id = values.is_valid().to_numpy(zero_copy_only=False)
         texts = np.full(len(values), "null", object)
         texts[has_id] = np.where(np.isin(hash_column(values.drop_null()), warm), "warm", "cold")
         return list(texts)
 
     return slices_of
+
+
+def _check_cold(column: str, dtype: pa.DataType) -> None:
+    if pa.types.is_nested(dtype):
+        raise UserError(f"--cold: column '{column}' is {dtype}; it goes by a column of one id a row")
 
 
 def _name(value: pa.Scalar) -> str:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ import pytest
 import torch
 from launch import ROOT, evaluate, fork_train
 
+from recsys.config import Device, load_config
 from recsys.errors import UserError
+from recsys.runtime.world import open_world
 from recsys.serving.evaluate import Extras, _slices
 from recsys.serving.finished import find_run
 
@@ -174,3 +177,12 @@ def test_slices_of_times_with_nanoseconds() -> None:
         *("1970-01-02 00:00:00", "1970-01-02 00:00:00.000000001", "null")
     ]
     assert names(pa.array([1, 1500], pa.time64("ns"))) == ["00:00:00.000000001", "00:00:00.000001500"]
+
+
+def test_cold_ids_of_a_struct_are_refused(tmp_path: Path) -> None:
+    """Before data.train is counted, which would end with a traceback of Arrow's."""
+    pq.write_table(pa.table({"device": [{"os": "ios"}, None]}), tmp_path / "a.parquet")
+    config = load_config(ROOT / "configs" / "dlrm_sample.yaml", [f"data.train={tmp_path}/a.parquet"])
+    with open_world(Device.cpu) as world, pytest.raises(UserError, match=r"'device' is struct<os: string>; it goes by"):
+        opened: Any = SimpleNamespace(run=SimpleNamespace(config=config), world=world)
+        _slices(opened, Extras(by="device", cold=2))
