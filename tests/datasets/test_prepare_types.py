@@ -248,3 +248,9 @@ def test_nulls_inside_lists_of_items_are_told_as_such(tmp_path: Path) -> None:
     source = write(tmp_path / "log.parquet", user_id=[1, 2], item_id=[[1, None], None])
     with pytest.raises(UserError, match=r"the lists of column 'item_id' hold 1 nulls, .* write the lists without them"):
         convert_log([source], tmp_path / "out", LogOptions(where="item_id is not None"))
+
+
+def test_a_csv_has_bool_and_times_of_day_as_the_readme_says(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("seen,hour\ntrue,18:30\nFalse,07:05:09\n")
+    convert_csv([tmp_path / "a.csv"], tmp_path / "out", CsvOptions())
+    assert pq.read_table(tmp_path / "out").schema.types == [pa.bool_(), pa.time32("ms")]
