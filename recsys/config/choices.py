@@ -168,7 +168,7 @@ class Gate(Enum):
 
 
 class ShardingChoice(Enum):
-    """Split of a table over the ranks; `auto` leaves it to the planner.
+    """Split of a table over the ranks; `auto` leaves it to the planner. One rank splits nothing.
 
     `data_parallel`: every rank holds all of it. `table_wise`: one rank does. `row_wise`, `column_wise`: split over all
     ranks. `table_row_wise`, `table_column_wise`: rows over the ranks of one machine, columns over single ranks.

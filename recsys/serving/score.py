@@ -913,8 +913,7 @@ def unified(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     """Return a type that the values of two can be cast to, as training does; pa.ArrowException: there is none."""
     if pa.types.is_list(one) and pa.types.is_list(other):
         return pa.list_(unified(one.value_type, other.value_type))
-    kinds = [one, other]
-    if any(map(pa.types.is_decimal, kinds)):
+    if any(map(pa.types.is_decimal, kinds := [one, other])):
         kinds = [pa.decimal128(len(str(2**kind.bit_width)), 0) if pa.types.is_integer(kind) else kind for kind in kinds]
         kinds = [pa.float64() if pa.types.is_floating(kind) else kind for kind in kinds]
     return pa.unify_schemas([pa.schema([("", kind)]) for kind in kinds], promote_options="permissive").types[0]

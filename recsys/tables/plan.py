@@ -203,7 +203,9 @@ class _Storage(ShardEstimator):
 def table_constraints(config: Config, table: str, topology: Topology) -> ParameterConstraints:
     """Return a table's constraints for torchrec's planner."""
     choice = _choice(config.tables[table])
-    types = [choice] if choice is not ShardingChoice.auto else _automatic_types(config, table, topology.world_size)
+    types = [choice] if choice is not ShardingChoice.auto else _automatic_types(config, table)
+    if topology.world_size == 1 and choice is not ShardingChoice.data_parallel:
+        types = [ShardingChoice.table_wise]  # nothing is split, and others would exchange ids with none
     num_features = sum(feature.table == table for feature in config.features.values())
     settings = config.tables[table]
     kernel = settings.compute_kernel if topology.on_gpu else ComputeKernel.fused
@@ -232,9 +234,7 @@ def fbgemm_output(config: Config, on_gpu: bool) -> DataType | None:
     return DataType.BF16 if on_gpu and config.precision.output_dtype is FloatType.BF16 else None
 
 
-def _automatic_types(config: Config, table: str, world_size: int) -> Iterable[ShardingChoice]:
-    if world_size == 1:
-        return [ShardingChoice.table_wise]  # the planner takes any, and this one exchanges least
+def _automatic_types(config: Config, table: str) -> Iterable[ShardingChoice]:
     settings, optimizer = config.tables[table], config.table_optimizer(table)
     types = [ShardingChoice.table_wise, ShardingChoice.row_wise, ShardingChoice.table_row_wise]
     whole_rows = settings.sparsity is not None and settings.sparsity.group_lasso > 0

@@ -129,9 +129,11 @@ def _wrong_shards(shards: list[Shard], name: str, config: Config, topology: Topo
     if (rows, columns) != (table.num_embeddings, table.embedding_dim):
         return f"as {rows} × {columns}, and the config as {table.num_embeddings} × {table.embedding_dim}"
     choice, kernel = ShardingChoice(shards[0].sharding_type), shards[0].compute_kernel
-    if table.sharding_type not in (choice, ShardingChoice.auto):
+    constraints = table_constraints(config, name, topology)
+    is_asked = choice.value in (constraints.sharding_types or [])  # on one rank, where nothing is split
+    if table.sharding_type not in (choice, ShardingChoice.auto) and not is_asked:
         return f"as {choice.name}, and the config as tables.{name}.sharding_type={table.sharding_type.name}"
-    kernels = table_constraints(config, name, topology).compute_kernels or []
+    kernels = constraints.compute_kernels or []
     expected = kernels[-1 if choice is ShardingChoice.data_parallel else 0]
     if kernel != expected:
         return f"with compute_kernel '{kernel}', and by the config it is '{expected}' here"

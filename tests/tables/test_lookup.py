@@ -94,7 +94,9 @@ def test_weighted_ids_are_the_same(attention: str, tmp_path: Path) -> None:
     assert all(torch.equal(table, by_torchrec[name]) for name, table in tables.items())
 
 
-@pytest.mark.parametrize("kind", ["row_wise", "data_parallel"])
-def test_tables_that_are_split_are_left_to_torchrec(tmp_path: Path, kind: str) -> None:
-    is_local, _, _ = trained(tmp_path, False, f"tables.user.sharding_type={kind}")
-    assert not is_local
+@pytest.mark.parametrize(("kind", "alone"), [("row_wise", True), ("column_wise", True), ("data_parallel", False)])
+def test_one_rank_splits_no_table(tmp_path: Path, kind: str, alone: bool) -> None:
+    """Replicas are left to torchrec."""
+    is_local, losses, _ = trained(tmp_path, False, "optimizer.tables.name=sgd", f"tables.user.sharding_type={kind}")
+    assert is_local == alone
+    assert losses == pytest.approx(trained(tmp_path, False, "optimizer.tables.name=sgd")[1], abs=1e-6)
