@@ -1,4 +1,4 @@
-"""torchrec's training pipeline with the step's two halves, for GPUs, and simpler ones where nothing is exchanged."""
+"""torchrec's training pipeline with the step's two halves, for several GPUs, and simpler ones for one and for CPUs."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -101,8 +101,8 @@ def scaled(
     return products if is_bad is None else [product.masked_fill_(is_bad, 0) for product in products]
 
 
-class _Alone:
-    """What looks up on this rank has in common: torchrec's kernels, and the order of their features."""
+class _KernelLookup:
+    """The kernels of a sharded collection on this rank, and the order of the features that they take."""
 
     def __init__(self, sharded: Any, shardings: Iterable[Any]) -> None:
         (self._grouped,), (sharding,) = sharded._lookups, shardings
@@ -123,7 +123,7 @@ class _Alone:
             return ids.permute(self._places, self._places_there)
 
 
-class LocalLookupById(_Alone):
+class LocalLookupById(_KernelLookup):
     """The lookup of torchrec's sharded collection of tables that give a vector for each id, without its exchanges.
 
     Args:
@@ -142,7 +142,7 @@ class LocalLookupById(_Alone):
         return {name: JaggedTensor(values, lengths=of_lists) for name, values, of_lists in parts}
 
 
-class LocalLookup(_Alone):
+class LocalLookup(_KernelLookup):
     """The lookup of torchrec's sharded collection on a single rank, without its exchanges.
 
     The collection splits ids by rank, plans exchanges and waits for them even on a single rank: half a millisecond a
