@@ -203,9 +203,9 @@ class _Storage(ShardEstimator):
 def table_constraints(config: Config, table: str, topology: Topology) -> ParameterConstraints:
     """Return a table's constraints for torchrec's planner."""
     choice = _choice(config.tables[table])
-    types = [choice] if choice is not ShardingChoice.auto else _automatic_types(config, table)
     if topology.world_size == 1 and choice is not ShardingChoice.data_parallel:
-        types = [ShardingChoice.table_wise]  # nothing is split, and others would exchange ids with none
+        choice = ShardingChoice.table_wise  # nothing is split, and others would exchange ids with none
+    types = _automatic_types(config, table) if choice is ShardingChoice.auto else [choice]
     num_features = sum(feature.table == table for feature in config.features.values())
     settings = config.tables[table]
     kernel = settings.compute_kernel if topology.on_gpu else ComputeKernel.fused

@@ -130,8 +130,8 @@ def _wrong_shards(shards: list[Shard], name: str, config: Config, topology: Topo
         return f"as {rows} × {columns}, and the config as {table.num_embeddings} × {table.embedding_dim}"
     choice, kernel = ShardingChoice(shards[0].sharding_type), shards[0].compute_kernel
     constraints = table_constraints(config, name, topology)
-    is_asked = choice.value in (constraints.sharding_types or [])  # on one rank, where nothing is split
-    if table.sharding_type not in (choice, ShardingChoice.auto) and not is_asked:
+    is_planned = choice.value in (constraints.sharding_types or [])  # `table_wise` for all on one rank
+    if table.sharding_type not in (choice, ShardingChoice.auto) and not is_planned:
         return f"as {choice.name}, and the config as tables.{name}.sharding_type={table.sharding_type.name}"
     kernels = constraints.compute_kernels or []
     expected = kernels[-1 if choice is ShardingChoice.data_parallel else 0]
