@@ -26,6 +26,7 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Storage,
 )
+from torchrec.distributed.planner.types import Shard as PlannerShard
 from torchrec.distributed.planner.types import Topology as PlannerTopology
 from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
@@ -129,7 +130,20 @@ class _Enumerator(EmbeddingEnumerator):
 
     def enumerate(self, module: nn.Module, sharders: list[Any]) -> list[ShardingOption]:
         options = super().enumerate(module, sharders)
+        for option in options:
+            option.shards = [_Shard(**vars(shard)) for shard in option.shards]
         return sorted(options, key=lambda option: (option.sharding_type, option.compute_kernel))
+
+
+class _Shard(PlannerShard):
+    """A shard whose copies share everything but their rank, which alone the planner changes in place.
+
+    It copies each plan that is better than those before. For 200 tables on 128 ranks that took most of the planning
+    time.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Shard":
+        return _Shard(self.size, self.offset, self.storage, self.perf, self.rank)
 
 
 class _BoundedGreedyProposer(GreedyProposer):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from launch import ROOT
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+from torchrec.distributed.planner.types import Shard as PlannerShard
 from torchrec.distributed.planner.types import ShardingOption
 
 from recsys.config import load_config
@@ -40,3 +41,18 @@ def test_shards_of_one_size_are_estimated_once(options: Sequence[str], monkeypat
     monkeypatch.setattr(plan, "_Seconds", EmbeddingPerfEstimator)
     assert planned_shards(config, topology_of(config)) == shards
     assert max(estimated) == 64
+
+
+def test_plans_are_the_same_where_copies_of_shards_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner gives ranks to shards of proposals while it holds copies of the plans that it found before."""
+    options = [
+        *MACHINES,
+        "topology.world_size=64",
+        "tables.user.num_embeddings=50000003",
+        "tables.user.embedding_dim=64",
+    ]
+    config = load_config(ROOT / "configs" / "dlrm_sample.yaml", options)
+    shards = planned_shards(config, topology_of(config))
+    assert len({shard.rank for shard in shards}) > 1
+    monkeypatch.setattr(plan, "_Shard", PlannerShard)
+    assert planned_shards(config, topology_of(config)) == shards
