@@ -133,6 +133,9 @@ def test_the_allocator_may_take_what_a_budget_leaves_beside_the_context(
 
 
 def test_a_rank_beside_a_gpu_decodes_on_its_cores_and_computes_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no GPU is here, its machine may have as many cores as can be of use."""
+    assert torch.cuda.is_available() or threads.decoding_threads(None, CUDA, 2) == 12
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for cores, decoding in ((1, 2), (16, 6), (128, 12)):
         monkeypatch.setattr(threads, "num_cores", lambda number=cores: number)
         assert threads.computing_threads(None, CUDA, 2) == 1 and threads.computing_threads(3, CUDA, 2) == 3

@@ -25,6 +25,7 @@ from recsys.report.text import size as shown
 from recsys.runtime.files import cannot_write, replace_file
 from recsys.runtime.logs import quiet_libraries, to_json
 from recsys.runtime.machine import Topology, topology_of
+from recsys.runtime.threads import decode_in_processes, decoding_threads
 from recsys.runtime.world import World, rehearse_world
 from recsys.tables.spec import Shard
 
@@ -249,7 +250,18 @@ def _memory(result: DryRun) -> list[str]:
         f"{shown(topology.device_bytes)} a GPU ({topology.sources['device_bytes']}), {host}",
         f"Page-locked by CUDA: {shown(own)} a rank, {shown(own * topology.local_world_size)} a machine; "
         f"RLIMIT_MEMLOCK here: {limit} (it binds mlock and RDMA, not CUDA's driver)",
+        *_decoding(result),
     ]
+
+
+def _decoding(result: DryRun) -> list[str]:
+    """Return a sentence on who decodes on GPUs, where the number of cores beside them had to be assumed."""
+    data, topology = result.config.data, result.topology
+    if data.num_threads is not None or torch.cuda.is_available():
+        return []
+    number = decoding_threads(None, topology.device, topology.local_world_size)
+    who = "processes" if decode_in_processes(data.processes, number, topology.device) else "threads"
+    return [f"Data is decoded by {number} {who} a rank, as with {number + 2} cores a GPU or more (data.num_threads)"]
 
 
 def _changes(result: DryRun) -> list[str]:

@@ -25,10 +25,15 @@ def computing_threads(wanted: int | None, device: torch.device, local_world_size
 
 
 def decoding_threads(wanted: int | None, device: torch.device, local_world_size: int) -> int:
-    """Return how many threads of a rank decode: `wanted`, or two, and on GPUs the rank's cores less two, up to 12."""
+    """Return how many threads of a rank decode: `wanted`, or two, and on GPUs the rank's cores less two, up to 12.
+
+    Where GPUs are planned for and none is here, the cores beside them are not known, and 12 is what would take most.
+    """
     if wanted is not None:
         return wanted
-    cores = num_cores() // local_world_size if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 2
+    cores = num_cores() // local_world_size if torch.cuda.is_available() else _MOST_DECODING + 2
     return max(2, min(_MOST_DECODING, cores - 2))
 
 

@@ -127,12 +127,13 @@ def test_memory_of_other_machines_is_not_that_of_this_one(tmp_path: Path, monkey
     assert first.startswith("# Fits: the GPU of rank ") and " GiB of 80.0 GiB; the largest global batch" in first
     assert "host memory not given: " in page and "a machine would be needed" in page
     assert as_json(found)["topology"]["host_bytes"] is None and not found.misfits
-    assert "- No table is on ranks 2-7; " in page and "| kind | ranks 0-1 | ranks 2-7 |" in page
-    assert "| table weight | 19.1 GiB | 0 |" in page
+    assert "- No table is on ranks 2-7; " in page and "| kind | rank 0 | rank 1 | ranks 2-7 |" in page
+    assert "| table weight | 19.1 GiB | 19.1 GiB | 0 |" in page
+    cpus = format_dry_run(rehearse_run(load_config(path, ["topology.world_size=2"])))
+    assert "- Data is decoded by 12 " in page and "data.num_threads" not in cpus
     page = format_dry_run(rehearse_run(load_config(path, [*gpus, *tables, "topology.host_memory=16GiB"])))
     assert page.startswith("# DOES NOT FIT: the host memory of machine 0 would take ") and "no batch fits" in page
     assert "- Too full: the host memory of machine 0\n" in page
-    cpus = format_dry_run(rehearse_run(load_config(path, ["topology.world_size=2"])))
     assert cpus.startswith("# Host memory not given: ") and "a machine would be needed" in cpus.splitlines()[0]
     budget = format_dry_run(rehearse_run(load_config(path, ["topology.world_size=2", "memory.budget=1GiB"])))
     assert budget.startswith("# DOES NOT FIT: the process of rank ") and " of 1.00 GiB" in budget
