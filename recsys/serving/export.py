@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import torch
 
 from recsys.checkpoint import FOOTERS, Source, verify_checkpoint
 from recsys.checkpoint.tensors import TABLES
@@ -31,7 +30,14 @@ from recsys.runtime.signals import ending_orderly
 from recsys.runtime.versions import installed_versions
 from recsys.runtime.world import World, open_world
 from recsys.serving import export_dense
-from recsys.serving.export_dense import DenseExport, GraphSpec, check_packages, load_dense, package_versions
+from recsys.serving.export_dense import (
+    DenseExport,
+    GraphSpec,
+    check_packages,
+    load_dense,
+    package_versions,
+    write_program,
+)
 from recsys.serving.export_tables import Files, write_index, write_kept, write_table
 from recsys.serving.finished import Finished
 from recsys.serving.score import FORMAT, MANIFEST, Scorer, checksum, sha256
@@ -188,7 +194,7 @@ class _Export:
             program = dense.write_graph(graph)
             if graph.name == "score" and weights:
                 program.example_inputs = None  # which torch would write as a pickle
-                torch.export.save(program, self._files.folder / "dense.pt2")
+                write_program(program, self._files.folder / "dense.pt2")
             entries[graph.name] = {"file": graph.file, "features": graph.features, "outputs": graph.outputs}
         return {**weights, "graphs": entries}
 

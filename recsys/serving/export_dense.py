@@ -1,11 +1,13 @@
 """The dense part of a finished run as ONNX graphs over one file of weights, and by `torch.export`."""
 
+import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from recsys.checkpoint.tensors import DENSE
 from recsys.config import Config
 from recsys.errors import UserError
 from recsys.models.base import Model, Vectors
+from recsys.runtime.files import replace_file
 from recsys.serving.export_int8 import in_int8
 from recsys.serving.export_tables import Files
 from recsys.serving.rebase import WEIGHTS
@@ -267,6 +270,17 @@ class DenseExport:
                         f"'{file}' gives other numbers in ONNX Runtime than model '{type(self._model).__name__}' in "
                         f"torch (they differ by {worst:.3g}); report it with the model"
                     )
+
+
+def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Write what `torch.export` has made of a model.
+
+    Raises:
+        OSError: it cannot be written; its `filename` is set.
+    """
+    content = io.BytesIO()  # where torch itself cannot write a file, it tells no reason
+    torch.export.save(program, content)
+    replace_file(path, content.getvalue())
 
 
 def translations() -> dict[Any, Any]:

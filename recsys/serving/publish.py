@@ -34,6 +34,7 @@ from recsys.tables.touched import TouchedRows
 from recsys.training.build import Built
 
 # Names of folders that a killed process leaves half written: of an export, of a rebase or of a delta.
+_MOST_LEFT_OUT = 63  # publications in a row, after many that failed
 _HALF_WRITTEN = re.compile(r"\.base-\d+\.\w+|(?:base|delta)-\d+" + re.escape(ASIDE))
 
 
@@ -61,6 +62,8 @@ class Publisher:
         self._last = ""  # checksum of the last manifest
         self._delta_bytes = 0
         self._published_at = time.monotonic()
+        self._failures = 0  # in a row,
+        self._left_out = 0  # and how many publications are still to be left out because of them
 
     def __enter__(self) -> "Publisher":
         self._number = self._world.from_rank_zero(lambda: next_number(self._folder, self._lock))
@@ -70,25 +73,33 @@ class Publisher:
         self._lock.release()
 
     def asks(self, step: int) -> bool:
-        """Return whether this rank asks for a publication after a step; all ranks learn it with the step's totals."""
+        """Return whether this rank asks for a publication after a step; all ranks learn it with the step's totals.
+
+        Of those that are due, some are left out after failures, as a base that fails has cost a whole export.
+        """
         if self._world.rank != 0:
             return False
+        is_due = time.monotonic() - self._published_at >= (self._settings.every_seconds or 0)
         if self._settings.every_steps is not None:
-            return step % self._settings.every_steps == 0
-        return time.monotonic() - self._published_at >= (self._settings.every_seconds or 0)
+            is_due = step % self._settings.every_steps == 0
+        if is_due and self._left_out:
+            self._left_out -= 1
+            self._published_at = time.monotonic()
+            return False
+        return is_due
 
-    def publish(self, step: int, save: Callable[[], Path]) -> None:
+    def publish(self, step: int, save: Callable[[], Path | UserError]) -> None:
         """Publish the model as it is after a step; collective.
 
         If it cannot be written, the reason is logged, and training goes on; the next publication is a base then.
 
         Args:
-            save: writes a checkpoint of this step, waits for it, and returns its folder.
+            save: writes a checkpoint of this step, waits for it, and returns its folder, or why it cannot be written.
         """
         if self._world.from_rank_zero(lambda: self._base is None):
             self._touched.clear()
-            checkpoint = save()
-            self._publish(step, lambda: self._by_first_rank(partial(self._write_base, checkpoint)))
+            saved = save()
+            self._publish(step, lambda: self._by_first_rank(partial(self._write_base, saved)))
         elif self._publish(step, partial(self._write_delta, step)) and self._world.from_rank_zero(self._is_outgrown):
             self._publish(step, lambda: self._by_first_rank(self._rebase))
         self._published_at = time.monotonic()
@@ -100,10 +111,14 @@ class Publisher:
         if problem is None:
             logger.info("published step %d as number %d in %.1f s", step, self._number, time.monotonic() - start)
             self._number += 1
+            self._failures = 0
         else:
             self._base = None
-            message = "step %d is not published as number %d: %s; the next publication is a whole one"
-            logger.warning(message, step, self._number, problem)
+            self._left_out = min(2**self._failures - 1, _MOST_LEFT_OUT)
+            self._failures += 1
+            when = f", after leaving out {self._left_out}" if self._left_out else ""
+            message = "step %d is not published as number %d (%s); training goes on, and publishes a whole one next%s"
+            logger.warning(message, step, self._number, problem, when)
         return problem is None
 
     def _by_first_rank(self, write: Callable[[], None]) -> str | None:
@@ -113,14 +128,17 @@ class Publisher:
         assert self._base is not None
         return self._delta_bytes > sum(file["bytes"] for file in self._base["files"].values())
 
-    def _write_base(self, checkpoint: Path) -> None:
-        """Export the checkpoint, in a process of its own, so that its memory is freed.
+    def _write_base(self, checkpoint: Path | UserError) -> None:
+        """Export the checkpoint, if it could be written, in a process of its own, so that its memory is freed.
 
         If the folder was removed, or taken by another run, meanwhile, it is locked again.
         """
         if self._lock.lost():
             self._lock.release()
         self._number = max(self._number, next_number(self._folder, self._lock))
+        if isinstance(checkpoint, UserError):
+            self._begin(checkpoint)
+            return
         options = "--trust-code", "--tables", self._settings.tables.name.lower()
         self._begin(run_command("export", str(checkpoint), str(self._next_base), *options, shown=False))
 
@@ -254,5 +272,6 @@ def _problem_of(action: Callable[[], Any]) -> str | None:
     except OSError as error:
         return f"{error.filename or 'a file'}: {why(error)}"
     except UserError as error:
-        return str(error)
+        # How to go on with a run or a command that has ended does not fit this run, which goes on by itself.
+        return str(error).partition("; make room there")[0]
     return None

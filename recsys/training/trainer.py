@@ -294,6 +294,9 @@ class Trainer:
 
     def _save(self) -> None:
         self._enter_phase("saving the checkpoint", self.state.step)
+        self._write_checkpoint()
+
+    def _write_checkpoint(self) -> None:
         is_shown = self._world.rank == 0
         with self.progress.pause(), self._timeline.phase("save"), Task("saving the checkpoint", is_shown=is_shown):
             self._checkpoints.save(self._built.tensors, self.state)
@@ -307,11 +310,21 @@ class Trainer:
             with self.progress.pause(), self._timeline.phase("save"):
                 self._publisher.publish(self.state.step, self._saved)
 
-    def _saved(self) -> Path:
-        """Return the folder of this step's checkpoint, after saving it if it is not saved yet."""
-        if self._saved_at != self.state.step:
-            self._save()
+    def _saved(self) -> Path | UserError:
+        """Return the folder of this step's checkpoint, after saving it if it is not saved yet, or why that failed.
+
+        Raises:
+            UserError: an earlier checkpoint in the background could not be written.
+        """
         self._checkpoints.wait()
+        if self._saved_at != self.state.step:
+            self._enter_phase("saving the checkpoint", self.state.step)
+            try:  # a failure is that of all ranks
+                self._write_checkpoint()
+                self._checkpoints.wait()
+            except UserError as error:
+                self._saved_at = None
+                return error
         return self._checkpoints.path(self.state.step)
 
     def _stop_requested(self) -> bool:

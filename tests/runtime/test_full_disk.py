@@ -32,6 +32,7 @@ from recsys.runtime.files import replace_file
 from recsys.runtime.logs import start_logging
 from recsys.runtime.profiling import traced_steps
 from recsys.runtime.world import World, open_world
+from recsys.serving.export_dense import write_program
 from recsys.tables.shard import save_plan
 from recsys.training.trainer import Trainer
 
@@ -103,10 +104,34 @@ def test_room_is_made_before_a_save_and_never_of_the_last_or_the_best(disk: Path
     assert verify_checkpoint(disk / "step-000000003", world).state.step == 3
 
 
+@pytest.mark.parametrize("disk", ["3m"], indirect=True)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_for_a_publication_that_does_not_fit_ends_no_run(
+    disk: Path, world: World, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that is due at that step is tried again, and does."""
+    trainer = Trainer.__new__(Trainer)
+    trainer.state, trainer._saved_at, trainer._enter_phase = state(2), 1, lambda *phase: None
+    trainer._checkpoints = saved = checkpoints(disk, world, background=background)
+    monkeypatch.setattr(saved, "_check_space", lambda *rest: None)  # as where others fill it meanwhile
+    monkeypatch.setattr(trainer, "_write_checkpoint", lambda: saved.save(large(), trainer.state), raising=False)
+    fill(disk)
+    told = trainer._saved()
+    assert isinstance(told, UserError) and "No space left on device" in str(told)
+    assert trainer._saved_at is None and names(disk) == ["filler"]
+    (disk / "filler").unlink()
+    assert trainer._saved() == disk / "step-000000002"
+    verify_checkpoint(disk / "step-000000002", world)
+
+
 def _write_metrics(folder: Path) -> None:
     writer = JsonLines(folder / "metrics.jsonl", 0)
     for step in range(10_000):
         writer.log("train", {"step": step})
+
+
+def _write_program(path: Path) -> None:
+    write_program(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), path)
 
 
 WRITERS: dict[str, Callable[[Path], None]] = {
@@ -117,6 +142,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "rank_0.json": lambda folder: write_rank(folder, {"identity": {"rank": 0}}),
     "config.yaml": lambda folder: replace_file(folder / "config.yaml", config_text(load_config(CONFIG))),
     "metrics.jsonl": _write_metrics,
+    "dense.pt2": lambda folder: _write_program(folder / "dense.pt2"),
 }
 
 
