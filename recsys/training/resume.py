@@ -51,7 +51,8 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
     if source is not None and source.goes_on:
         state = source.marker.state
         loaded = load_tensors(source.path, source.marker, tensors, world)
-        world.from_rank_zero(lambda: loaded.write(run_dir / "loaded.json"))
+        if inputs.config.train.init_from is None:  # else it tells of the run's start, such as how many rows were new
+            world.from_rank_zero(lambda: loaded.write(run_dir / "loaded.json"))
         # A checkpoint that was not trained in FP16 has no scale: the config's is the first.
         if state.loss_scale is not None and inputs.config.precision.autocast is Autocast.fp16:
             scale = built.step.dense.loss_scale

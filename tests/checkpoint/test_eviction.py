@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from launch import fork_train
 from recsys.config import Device, load_config
 from recsys.errors import UserError
 from recsys.runtime.world import World, open_world
+from recsys.training.resume import start_training
 
 STATE = "table_optimizer/user/momentum1"
 
@@ -118,6 +120,20 @@ def test_where_nothing_grows_nothing_is_evicted(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="evict_after_runs' must be at least 1, found 0"):
         load_config(tmp_path / "c.yaml", [*keys[:2], GROW, "train.init.evict_after_runs=0"])
     assert load_config(tmp_path / "c.yaml", [*keys, GROW]).train.init.evict_after_runs == 1
+
+
+def test_a_day_that_goes_on_still_tells_what_it_began_with(world: World, tmp_path: Path) -> None:
+    """Killed and started again, it must not lose how many rows were new and whose were evicted."""
+    days = [write_day(tmp_path / f"d{i}", np.arange(10 * i, 10 * i + 20), i) for i in range(2)]
+    first = Day(tmp_path / "a", world, f"data.train={days[0]}").save()
+    second = Day(tmp_path / "b", world, f"data.train={days[1]}", GROW, "train.init.evict_after_runs=1", source=first)
+    start_training(second.inputs, second.built, first.source(second.config), second.folder)
+    began = (second.folder / "loaded.json").read_text()
+    assert json.loads(began)["rows"] == {"user": {"kept": 15, "new": 10, "evicted": 10}}
+    second.save()
+    goes_on = replace(second.source(second.config), init=None)
+    assert start_training(second.inputs, second.built, goes_on, second.folder).step == 1
+    assert (second.folder / "loaded.json").read_text() == began
 
 
 SLOW = [
