@@ -24,7 +24,7 @@ from recsys.config import IdMappingType, TableConfig
 from recsys.data.footers import metadata_of, opened
 from recsys.data.storage import Storage
 from recsys.errors import UserError, nearest
-from recsys.ids import KeptRows, build_mapping, read_vocabulary
+from recsys.ids import KeptRows, build_mapping, is_text, read_vocabulary
 from recsys.runtime.parquet import ROW_GROUP_ROWS, prepare_parquet, write_parquet
 
 VECTOR = "vector"
@@ -98,10 +98,17 @@ class TableRows:
 
     Args:
         vocabulary: of a vocabulary table. kept: of one of which rows were pruned.
+        has_texts: whether the table's ids are texts in the data; None: not known.
     """
 
-    def __init__(self, table: TableConfig, vocabulary: pa.Array | None, kept: KeptRows | None = None) -> None:
-        self._table = table
+    def __init__(
+        self,
+        table: TableConfig,
+        vocabulary: pa.Array | None,
+        kept: KeptRows | None = None,
+        has_texts: bool | None = None,
+    ) -> None:
+        self._table, self._has_texts = table, has_texts
         self._first_bucket = None if vocabulary is None else 1 + len(vocabulary)
         self._mapping = build_mapping(table, vocabulary, kept)
         # From this row on, ids share rows.
@@ -113,11 +120,15 @@ class TableRows:
         By `id` where there is such a column, with the null row and the shared rows by `bucket`; else by `row`.
         Vectors of ids that have no row of their own in a vocabulary, or after pruning, are left out, since others share
         theirs.
+
+        Raises:
+            UserError: the ids are texts, and numbers in the data, or the reverse, so that they are none of those.
         """
         if "id" not in batch.schema.names:
             return _whole_numbers(batch, "row")
         rows = np.full(batch.num_rows, -1, np.int64)
         ids = batch.column("id")
+        self._check_type(ids)
         has_id = ids.is_valid().to_numpy(zero_copy_only=False)
         mapped = np.empty(int(has_id.sum()), np.int64)
         self._mapping.map(ids.drop_null(), mapped)
@@ -130,6 +141,12 @@ class TableRows:
             shared = ~has_id & (buckets >= 0) & (buckets < self._table.num_embeddings - self._first_bucket)
             rows[shared] = self._first_bucket + buckets[shared]
         return rows
+
+    def _check_type(self, ids: pa.Array) -> None:
+        dtype = getattr(ids.type, "value_type", ids.type)
+        if not pa.types.is_null(dtype) and self._has_texts not in (None, is_text(dtype)):
+            texts = "texts" if self._has_texts else "numbers"
+            raise UserError(f"its ids are {dtype}, and those of the data are {texts}; write both with one type")
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,18 @@ def _check_dtypes(asks: str, dtypes: dict[str, pa.DataType]) -> None:
         )
 
 
+def has_text_ids(config: Config, table: str, schema: pa.Schema) -> bool | None:
+    """Return whether the ids of a table are texts in data; None: no column of the schema has any."""
+    for name in id_features(config):
+        column = column_of(config, name)
+        if config.features[name].table == table and column in schema.names:
+            dtype = schema.field(column).type
+            dtype = getattr(dtype, "value_type", dtype)
+            if not pa.types.is_null(dtype):
+                return is_text(dtype)
+    return None
+
+
 def doubtful_lists(config: Config, train: pa.Schema) -> list[str]:
     """Return sentences on lists of a retrieval model's users whose ids have rows in a table of the users' own.
 

@@ -15,14 +15,15 @@ from recsys.checkpoint.tensors import TABLES
 from recsys.config import Config, IdMappingType, TableConfig
 from recsys.config.choices import Device, Route
 from recsys.config.experts import experts_with
-from recsys.config.features import averaged_features, dims_of, float_columns, float_features, id_features, with_experts
+from recsys.config.features import averaged_features, dims_of, float_columns, float_features, with_experts
+from recsys.data.checks import has_text_ids
 from recsys.data.decode import SegmentReader
 from recsys.data.footer_cache import kept_schema
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.data.spec import FloatColumn
 from recsys.data.wanted import column_of, needed_columns, role_features
 from recsys.errors import UserError
-from recsys.ids import ROUTE_SEED, is_text
+from recsys.ids import ROUTE_SEED
 from recsys.runtime.files import replace_file
 from recsys.runtime.folders import whole_folder
 from recsys.runtime.logs import quiet_libraries
@@ -145,7 +146,8 @@ class _Export:
         encoding = table.quantize.name.lower() if table.quantize else self._encoding
         entry = self._source.marker.tensors[TABLES + name]
         vectors = write_table(self._files, name, self._source.path, entry, encoding)
-        return {"mapping": self._mapping(name, table), "text": self._is_text(name), "vectors": vectors}
+        text = has_text_ids(self._config, name, self._schema)
+        return {"mapping": self._mapping(name, table), "text": text, "vectors": vectors}
 
     def _mapping(self, name: str, table: TableConfig) -> dict[str, Any]:
         vocabulary, kept = self._inputs.facts.of_table(name) if self._inputs.facts else (None, None)
@@ -159,17 +161,6 @@ class _Export:
             index = write_index(self._files, f"mappings/{name}.arrow", vocabulary, table.hash_seed)
             entry |= {"num_ids": len(vocabulary), "num_buckets": table.num_buckets, "index": index}
         return entry if kept is None else {**entry, "kept": write_kept(self._files, name, kept)}
-
-    def _is_text(self, table: str) -> bool | None:
-        """Return whether the ids of a table were texts in training; None if no column of the schema has them."""
-        for name in id_features(self._config):
-            column = column_of(self._config, name)
-            if self._config.features[name].table == table and column in self._schema.names:
-                dtype = self._schema.field(column).type
-                dtype = getattr(dtype, "value_type", dtype)
-                if not pa.types.is_null(dtype):
-                    return is_text(dtype)
-        return None
 
     def _dense(self) -> dict[str, Any]:
         """Write the graphs and weights of the dense part; return their entries in the manifest."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from recsys.checkpoint import Source, TableRows, TrainState, footers_of, import_table, load_tensors
 from recsys.config import Autocast, as_value
+from recsys.data.checks import has_text_ids
 from recsys.data.footer_cache import changed_files
 from recsys.data.inputs import Inputs
 from recsys.data.order import Position
@@ -98,7 +99,8 @@ def _import_tables(inputs: Inputs, built: Built) -> dict[str, int]:
     for table, path in config.train.init.from_parquet.items():
         settings, targets = config.tables[table], built.tensors.to_load()
         optimizer = config.table_optimizer(table).name.name
-        rows = TableRows(settings, *(facts.of_table(table) if facts else (None, None)))
+        vocabulary, kept = facts.of_table(table) if facts else (None, None)
+        rows = TableRows(settings, vocabulary, kept, has_text_ids(config, table, inputs.datasets["train"].schema))
         imported = inputs.world.agree(partial(import_table, Path(path), table, settings, optimizer, rows, targets))
         logger.info("table %s: %s rows from %s", table, f"{imported.num_rows:,}", path)
         if imported.optimizer not in (None, optimizer):

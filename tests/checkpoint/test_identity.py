@@ -100,6 +100,22 @@ def test_a_file_of_ids_is_honoured_or_refused(world: World, tmp_path: Path) -> N
         Day(tmp_path / "text", world, data, key, GROW, source=first)
 
 
+def test_a_file_of_vectors_whose_ids_are_of_another_type_is_refused(world: World, tmp_path: Path) -> None:
+    """Texts hash to other rows than the numbers that they spell, so that vectors would go to rows of other ids."""
+    file, vectors = tmp_path / "item.parquet", pa.array([[1.0] * 8] * 30)
+    data, key = f"data.train={write_day(tmp_path / 'd1', np.arange(20), 1)}", f"train.init.from_parquet.item={file}"
+    day = Day(tmp_path / "a", world, data, key, "tables.item.num_embeddings=2000")
+    numbers = pa.array(range(30))
+    for ids in (texts := numbers.cast(pa.string()), texts.dictionary_encode()):
+        pq.write_table(pa.table({"id": ids, "vector": vectors}), file)
+        with pytest.raises(UserError, match=r"column 'id': its ids are string, and those of the data are numbers; wr"):
+            start_training(day.inputs, day.built, None, day.folder)
+        assert torch.equal(day.tensors()["tables/item"], day.fresh["tables/item"])
+    pq.write_table(pa.table({"id": numbers.cast(pa.uint8()).dictionary_encode(), "vector": vectors}), file)
+    start_training(day.inputs, day.built, None, day.folder)
+    assert int((day.tensors()["tables/item"] == 1).all(1).sum()) == 30
+
+
 def test_a_file_that_keeps_a_vocabulary_from_growing_is_told(
     world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
