@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from recsys.config.choices import RetrievalMetric
 from recsys.data.batch import Batch
@@ -69,7 +70,8 @@ class RetrievalEvaluator:
     """Metrics of the best K items of users, among all items but those in `seen`.
 
     They are defined as in ranx (Bassani 2022, doi:10.1007/978-3-030-99739-7_30), and recall@K and map@K divide by the
-    number of a user's targets, be they more than K or not. Users without targets do not count.
+    number of a user's targets, be they more than K or not. The best possible of ndcg@K is a target at each of the first
+    places, as many as there are targets or K, be there so many items or not. Users without targets do not count.
 
     Args:
         items: vectors of the whole corpus.
@@ -146,6 +148,9 @@ class RetrievalEvaluator:
 
     def _add(self, hits: torch.Tensor, num_targets: torch.Tensor) -> np.ndarray:
         """Add users to the sums; return their values by pair of metric and K, [users, pairs]."""
+        # Places behind the last item are misses, which the ideal order of more targets than items has too.
+        places = min(self._most, int(num_targets.max())) if len(num_targets) else 0
+        hits = F.pad(hits, (0, max(0, places - hits.shape[1])))
         zero = hits.new_zeros(len(hits))
         of_pairs = [_BY_USER.get(metric, lambda *_: zero)(hits[:, :k], num_targets) for metric, k in self._pairs]
         self._sums += torch.stack([*(values.sum() for values in of_pairs), hits.new_tensor(len(hits))]).cpu()

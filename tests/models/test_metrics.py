@@ -278,7 +278,7 @@ def naive_retrieval(users: list[User], items: np.ndarray, top_k: list[int], mask
         ranked = sorted(allowed, key=lambda i: -float(items[i] @ user.vector))
         for k in top_k:
             hits = [place for place, item in enumerate(ranked[:k]) if item in user.targets]
-            ideal = sum(1 / math.log2(place + 2) for place in range(min(k, len(user.targets), len(items))))
+            ideal = sum(1 / math.log2(place + 2) for place in range(min(k, len(user.targets))))
             sums[f"recall@{k}"] += len(hits) / len(user.targets)
             sums[f"ndcg@{k}"] += sum(1 / math.log2(place + 2) for place in hits) / ideal
             sums[f"hit_rate@{k}"] += len(hits) > 0
