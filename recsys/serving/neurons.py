@@ -18,12 +18,14 @@ class HiddenLayer:
 
     Attributes:
         key, place: of its width, in the model's section of the config and in the list under the key.
-        following: the layer that reads it. parameters: names of its weight and bias. next: name of that layer's weight.
+        own: the layer itself. following: the one that reads it. parameters: names of its weight and bias. next: name of
+            the weight of the one that reads it.
         num_weights: of a neuron, its own and those in `following`.
     """
 
     key: str
     place: int
+    own: nn.Linear
     following: nn.Linear
     parameters: tuple[str, str]
     next: str
@@ -45,8 +47,25 @@ def hidden_layers(model: nn.Module, config: ModelConfig) -> dict[str, HiddenLaye
             own, after = parameter_name(name), parameter_name(next_name)
             parameters = f"{own}.weight", f"{own}.bias"
             num_weights = layer.in_features + 1 + following.out_features
-            layers[own] = HiddenLayer(key, place, following, parameters, f"{after}.weight", num_weights)
+            layers[own] = HiddenLayer(key, place, layer, following, parameters, f"{after}.weight", num_weights)
     return layers
+
+
+@torch.no_grad()
+def hide_neurons(layers: Mapping[str, HiddenLayer], kept: Mapping[str, torch.Tensor]) -> None:
+    """Set the weights of neurons that are not kept to 0, in place; the model then computes what it would without them.
+
+    Those before a neuron are set too: in INT8 its output would otherwise count in the scale of its row.
+
+    Args:
+        kept: by layer, bool [width].
+    """
+    for name, marks in kept.items():
+        layer = layers[name]
+        is_hidden = ~marks.to(layer.own.weight.device)
+        layer.own.weight[is_hidden] = 0
+        layer.own.bias[is_hidden] = 0
+        layer.following.weight[:, is_hidden] = 0
 
 
 def without_neurons(

@@ -22,7 +22,7 @@ from recsys.runtime.logs import logger, show_metrics
 from recsys.runtime.world import World
 from recsys.serving.finished import Finished, OpenRun
 from recsys.serving.importance import importances, neuron_importances
-from recsys.serving.neurons import hidden_layers, without_neurons
+from recsys.serving.neurons import hidden_layers, hide_neurons, without_neurons
 from recsys.step.int8 import is_rounded
 from recsys.tables.module_names import parameter_name
 from recsys.tables.row_codes import row_bytes
@@ -147,7 +147,8 @@ class Trials:
         self._trained = {name: [p.clone() for p, _ in local_shards(w)] for name, w in self._weights.items()}
         model = self._opened.model.module.dense.model
         self.layers = hidden_layers(model, self.config.model)
-        self._read = {name: layer.following.weight.detach().clone() for name, layer in self.layers.items()}
+        parts = {part for layer in self.layers.values() for part in (layer.own, layer.following)}
+        self._dense = [(weights, weights.detach().clone()) for part in parts for weights in part.parameters()]
         self.counts = self._count()
         self._first: tuple[float, np.ndarray] | None = base._first if base else None
         self.base: Trial = base.base if base else self.run(self.given)
@@ -261,7 +262,7 @@ class Trials:
 
     def kept_neurons(self, before: Compression, layer: str, neurons: np.ndarray) -> torch.Tensor:
         """Return the kept neurons of a layer without some more of them, bool [width]."""
-        kept = before.neurons.get(layer, torch.ones(self._read[layer].shape[1], dtype=torch.bool)).clone()
+        kept = before.neurons.get(layer, torch.ones(self.layers[layer].own.out_features, dtype=torch.bool)).clone()
         kept[torch.from_numpy(neurons)] = False
         return kept
 
@@ -290,11 +291,9 @@ class Trials:
     @torch.no_grad()
     def _apply(self, compression: Compression) -> None:
         """Let the model read vectors, and neurons, as a compression leaves them."""
-        for name, layer in self.layers.items():
-            kept = compression.neurons.get(name)
-            layer.following.weight.copy_(
-                self._read[name] if kept is None else self._read[name] * kept.to(self._read[name])
-            )
+        for weights, as_trained in self._dense:
+            weights.copy_(as_trained)
+        hide_neurons(self.layers, compression.neurons)
         features = {f: compression.codes.get(self.config.features[f].table or "") for f in id_features(self.config)}
         dense = self._opened.model.module.dense
         dense.codes = {f: code for f, code in features.items() if code is not None}

@@ -1,6 +1,7 @@
 """Pruned neurons: what goes of a layer and of the next, by hand, and a run whose layers are narrower in earnest."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,9 @@ from recsys.models.dlrm import DLRMConfig
 from recsys.runtime.world import open_world
 from recsys.serving.compress import _gone, _neurons, _prune
 from recsys.serving.finished import find_run
-from recsys.serving.neurons import hidden_layers, narrower, without_neurons
+from recsys.serving.neurons import hidden_layers, hide_neurons, narrower, without_neurons
 from recsys.serving.trials import Compression, Loss, Trials
+from recsys.step.int8 import Int8Linear
 from recsys.training import build
 
 
@@ -46,6 +48,24 @@ def test_weights_are_cut_on_both_sides_of_a_neuron() -> None:
     with torch.no_grad():  # a neuron that nothing reads is none
         model.top[3].weight[:, 1] = model.top[6].weight[:, 0] = 0
     torch.testing.assert_close(smaller(x), model.top(x))
+
+
+@pytest.mark.parametrize("in_int8", [False, True])
+def test_hidden_neurons_are_as_good_as_gone(in_int8: bool) -> None:
+    """In INT8 the largest number of a row, or of an output's weights, decides how all others are rounded."""
+    model, smaller = torch.nn.Module(), mlp(5, [4, 3], 1, 0.0)
+    model.top = mlp(5, [8, 6], 1, 0.0)
+    layers = hidden_layers(model, DLRMConfig(top_mlp=[8, 6]))
+    kept = {"top.0": torch.arange(8) % 2 == 0, "top.3": torch.arange(6) % 2 == 1}
+    with torch.no_grad():
+        model.top[0].weight[1] = model.top[0].bias[1] = 9.0
+        model.top[3].weight[:, 1] = 9.0
+    state = {name: without_neurons(f"top.{name}", each, layers, kept) for name, each in model.top.state_dict().items()}
+    smaller.load_state_dict(state)
+    hide_neurons(layers, kept)
+    with torch.no_grad(), Int8Linear() if in_int8 else nullcontext():
+        x = torch.randn(50, 5).abs()
+        torch.testing.assert_close(smaller(x), model.top(x), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "shape", "left"), [("top.0", (3, 1), (2, 1)), ("top.0", (1, 2), (1, 2))])
