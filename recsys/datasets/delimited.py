@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from recsys.data.filters import written
-from recsys.datasets.delimited_errors import CONVERT, check_header, check_quotes, check_start, told
+from recsys.datasets.delimited_errors import CONVERT, check_header, check_names, check_quotes, check_start, told
 from recsys.datasets.tokens import TOKENS_HELP, split_list, tokenize
 from recsys.datasets.writer import (
     ROW_GROUP_ROWS,
@@ -195,11 +195,8 @@ class _Reader:
         return rows is not None
 
     def _check_names(self) -> None:
-        if self.names[0].startswith(("{", "[{")) and not self.options.columns:
-            raise UserError(
-                f"{self._first} holds JSON, and no delimited text; write its records as Parquet, as by "
-                f"pyarrow.json.read_json of a file with one a line, and pyarrow.parquet.write_table"
-            )
+        if not self.options.columns:
+            check_names(self.names, self._first)
         other = next((sign for sign in ";\t|" if sign in self.names[0]), None)
         if len(self.names) == 1 and other and not self.options.columns:
             raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ CONVERT = "convert the file, say with iconv"
 _NO_QUOTES = "add --quote '' if a quote is a letter like others there"
 # By their first four bytes.
 _PACKED = {b"PK\x03\x04": "a zip archive", b"\xfd7zX": "compressed by xz", b"7z\xbc\xaf": "a 7z archive"}
+# A number or a date in place of a column's name.
+_VALUE = re.compile(r"[-+]?\d+([.,]\d*)?([eE][-+]?\d+)?|\d{4}-\d\d-\d\d.*")
 _IN_TEXTS = ",;: "  # delimiters that texts of several lines may hold as well, which are in quotes for that reason
 
 
@@ -57,6 +60,8 @@ def told(path: Path) -> Iterator[None]:
             hint = f"; {CONVERT}"
         if "Empty CSV file" in message:
             hint = "; leave it out"
+        if "straddling object" in message:
+            message, hint = "a row goes on over 4 MiB of text, as after a quote that nothing closes", f"; {_NO_QUOTES}"
         if "Expected 1 columns" in message:
             hint = "; if another sign than a comma divides its columns, name it, as in --delimiter ';'"
         raise UserError(f"{path}: {message}{hint}") from None
@@ -64,17 +69,47 @@ def told(path: Path) -> Iterator[None]:
 
 def check_quotes(batch: pa.RecordBatch, path: Path, delimiter: str) -> None:
     """Raise a UserError if a stray quote at the start of a field has made rows a part of the field."""
-    if delimiter in _IN_TEXTS:
-        return
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+    for place, (name, column) in enumerate(zip(batch.schema.names, batch.columns, strict=True)):
         if not pa.types.is_string(column.type):
             continue
         of_lines = column.filter(pc.match_substring(column, "\n"))
-        if pc.any(pc.match_substring(of_lines, delimiter)).as_py():
+        rows = _rows_in_text(batch.schema, place, delimiter) if delimiter in _IN_TEXTS else re.escape(delimiter)
+        if rows is not None and pc.any(pc.match_substring_regex(of_lines, rows)).as_py():
             raise UserError(
                 f"{path}: a field of column {name!r} begins with a quote and holds {delimiter!r} and an end of line, "
                 f"as where whole rows are taken for one text; {_NO_QUOTES}, and --quote '\"' if it is one text"
             )
+
+
+def _rows_in_text(schema: pa.Schema, place: int, delimiter: str) -> str | None:
+    """Return a pattern of texts in column `place` that hold rows: behind the text itself the rest of its own row, and
+    then the start of another one, down to the same column, with digits where columns are of numbers or times.
+
+    None: no other column is of these, by which a row would be told from a text of several lines.
+    """
+    with_digits = [pa.types.is_primitive(field.type) and not pa.types.is_boolean(field.type) for field in schema]
+    if not any(with_digits[:place] + with_digits[place + 1 :]):
+        return None
+    fields = [rf"{'[-+]?[0-9]' if digits else ''}[^{delimiter}\n]*" for digits in with_digits]
+    rest = "".join(delimiter + field for field in fields[place + 1 :])
+    # Of a text in the first column a whole row has to follow, since nothing stands before that column.
+    start = "".join(field + delimiter for field in fields[:place]) or f"{delimiter.join(fields)}\n"
+    return f"^{fields[place]}{rest}\n{start}"
+
+
+def check_names(names: list[str], path: Path) -> None:
+    """Raise a UserError if the first line of a file holds no names of columns, but a record of JSON, or values."""
+    if names[0].startswith(("{", "[{")):
+        raise UserError(
+            f"{path} holds JSON, and no delimited text; write its records as Parquet, as by pyarrow.json.read_json of "
+            f"a file with one a line, and pyarrow.parquet.write_table"
+        )
+    values = [name for name in names if _VALUE.fullmatch(name)]
+    if values and values != [str(i) for i in range(len(values))]:  # as pandas names columns that have no names
+        raise UserError(
+            f"{path} has {', '.join(map(repr, values[:3]))} among the names of its columns, which look like values; if "
+            f"it has no header, give the {len(names)} names, as in --columns user,item,…, else write names in letters"
+        )
 
 
 def check_header(rows: pa.RecordBatch, path: Path) -> None:

@@ -35,10 +35,40 @@ def test_a_stray_quote_does_not_hide_rows(tmp_path: Path, text: str) -> None:
         _converted(tmp_path, 'id\ttitle\tkind\n1\t"Foo\ta\n2\tBar\t"b\tc\td\n')
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        'id,title,stars\n1,"Foo,5\n2,Bar,3\n3,"Baz",4\n',
+        'id,title,stars\r\n1,Foo,5\r\n2,"Bar,3\r\n3,12",4\r\n',
+        'title,stars\n"Foo,5\nBar,3\n12",4\n',
+        'id,title\n1,"Foo\n2,Bar\n3,"Baz"\n',
+    ],
+)
+def test_a_stray_quote_between_commas_does_not_hide_rows(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError, match=r"column 'title' begins with a quote and holds .* whole rows .*--quote ''"):
+        _converted(tmp_path, text, delimiter=",")
+    assert _converted(tmp_path, text, delimiter=",", quote='"')["title"]
+
+
+def test_a_quote_that_nothing_closes_in_a_long_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a row goes on over 4 MiB .* after a quote that nothing closes; add --quote"):
+        _converted(tmp_path, 'id\ttitle\n1\t"Foo\n' + "2\tBar\n" * 1_500_000)
+
+
+@pytest.mark.parametrize("line", ["196,242,3", "1,1,5", "ann,tea,2026-11-05 18:30", "ann,tea,-1.5e3"])
+def test_values_in_place_of_names_are_told(tmp_path: Path, line: str) -> None:
+    with pytest.raises(UserError, match="among the names of its columns, which look like values; if it has no header"):
+        _converted(tmp_path, f"{line}\n{line}\n", delimiter=",")
+    assert len(_converted(tmp_path, f"{line}\n{line}\n", delimiter=",", columns=["a", "b", "c"])["c"]) == 2
+    assert list(_converted(tmp_path, f"user,0,1\n{line}\n", delimiter=",")) == ["user", "0", "1"]  # as pandas writes
+
+
 def test_quoted_texts_of_several_lines_are_read(tmp_path: Path) -> None:
     assert _converted(tmp_path, 'id\ttext\n1\t"a, b\nc"\n')["text"] == ["a, b\nc"]
     assert _converted(tmp_path, 'id\ttext\n1\t"a\tb\nc"\n', quote='"')["text"] == ["a\tb\nc"]
     assert _converted(tmp_path, 'id,text\n1,"a, b\nc"\n', delimiter=",")["text"] == ["a, b\nc"]
+    assert _converted(tmp_path, 'id,text,n\n1,"a,5\nc",1\n', delimiter=",")["text"] == ["a,5\nc"]
+    assert _converted(tmp_path, 'text,n\n"a,5\nc, 6",1\n', delimiter=",")["text"] == ["a,5\nc, 6"]
 
 
 def test_a_delimiter_of_two_characters_is_told_what_to_do(tmp_path: Path) -> None:
