@@ -2,13 +2,13 @@
 
 import atexit
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,9 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes
         if num_processes > 1:  # by this machine's own address, since its name may not resolve
             torchrun = ["-c", _TORCHRUN, "--standalone", "--local-addr=127.0.0.1"]
             launcher = [*torchrun, f"--nproc_per_node={num_processes}", *launcher]
-        command = [sys.executable, *launcher, str(path), *overrides, f"run.dir={as_value(run_dir)}"]
+        # Without a folder there is nothing to go on with, which the command tells.
+        named = [] if loaded.run.resume and loaded.run.dir is None else [f"run.dir={as_value(run_dir)}"]
+        command = [sys.executable, *launcher, str(path), *overrides, *named]
         error_file = Path(folder) / "error.json"  # torchrun copies the first error of a rank to its own such file
         if status := run_attended(command, {**environment_of_called(), LAUNCHER_FILE: str(error_file)}):
             raise read_launcher_error(error_file) or subprocess.CalledProcessError(status, command)
@@ -137,8 +139,8 @@ class Run:
     def __init__(self, run: str, overrides: Sequence[str], trust_code: bool) -> None:
         _check_alone()
         quiet_libraries()
-        finished = find_run(run, overrides, trust_code)
-        finished = replace(finished, checkpoint=finished.checkpoint.absolute())  # the current folder may change
+        with _in_words_of_python():
+            finished = find_run(run, overrides, trust_code).absolute()  # the current folder may change
         world = _world(finished.config.run.device, finished.config.run.num_threads)
         self._run = finished.in_order(world_size=1)
         self._opened = OpenRun(self._run, world, [])
@@ -158,8 +160,8 @@ class Run:
         """Return vectors by raw id; see `recsys.serving.embeddings.embeddings`."""
         _check_not_forked()
         keep = _texts("keep", keep, "'user_id'")
-        table = table_of(self._run, name, keep)
-        with nullcontext() if data is None else _as_files(data) as paths, naming_data():
+        with _in_words_of_python(), nullcontext() if data is None else _as_files(data) as paths:
+            table = table_of(self._run, name, keep)
             if table is not None:
                 vectors = open_table(self._run, self._opened.source.marker, self._opened.world, table, paths)
                 return pa.concat_tables(vectors.tables(0, vectors.num_ids))
@@ -169,7 +171,7 @@ class Run:
     def _scored(self, data: Data, role: str, keep: Sequence[str] | None, results_of: Callable[[], Results]) -> pa.Table:
         _check_not_forked()
         keep = _texts("keep", keep, "'user_id'")
-        with _as_files(data) as paths, naming_data():
+        with _as_files(data) as paths, _in_words_of_python():
             return self._given(self._run.given(role, paths, keep), keep, results_of)
 
     def _given(self, given: Given, keep: Sequence[str] | None, results_of: Callable[[], Results]) -> pa.Table:
@@ -177,6 +179,18 @@ class Run:
         kept = kept_columns(keep, inputs, given.role)
         loader = inputs.loader(given.role)
         return pa.concat_tables(scored(opened, loader, kept, results_of(), lambda rows: None))
+
+
+@contextmanager
+def _in_words_of_python() -> Iterator[None]:
+    """Make errors call the options of commands by the names of arguments, and DATA by its own."""
+    try:
+        with naming_data():
+            yield
+    except UserError as error:
+        message = str(error.args[0]).replace("--trust-code", "trust_code=True")
+        error.args = (re.sub(r"--(data|keep)\b", r"`\1`", message), *error.args[1:])
+        raise
 
 
 def _check_alone() -> None:

@@ -1,5 +1,6 @@
 """A finished run, opened for use: its config, its checkpoint, and its model with the checkpoint's weights."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -51,6 +52,14 @@ class Finished:
         """Return the run with one stream of data for each rank, so that rows keep the order of the files."""
         data = replace(self.config.data, num_streams=world_size)
         return replace(self, config=replace(self.config, data=data))
+
+    def absolute(self) -> "Finished":
+        """Return the run with absolute paths of what may be read later: the checkpoint, and files of items."""
+        data = self.config.data
+        if data.items is not None:
+            paths = [data.items] if isinstance(data.items, str) else data.items
+            data = replace(data, items=[path if "://" in path else os.path.abspath(path) for path in paths])
+        return replace(self, checkpoint=self.checkpoint.absolute(), config=replace(self.config, data=data))
 
     def given(self, role: str, paths: str | list[str], keep: Sequence[str] | None) -> Given:
         """Return rows to be scored, without the filter of the run's own data, unless the user sets one."""

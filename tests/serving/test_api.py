@@ -69,17 +69,18 @@ def test_items_are_read_once_and_for_recommendations_alone(tmp_path: Path, monke
     without, opened = recsys.open_run(run, "data.items=nowhere"), recsys.open_run(run)
     pairs = pq.read_table(tmp_path / "train.parquet").slice(0, 40)
     assert without.predict(pairs).equals(opened.predict(pairs)) and not reads
-    with pytest.raises(UserError, match=r"config key 'data.items': 'nowhere' does not exist"):
+    with pytest.raises(UserError, match=r"config key 'data.items': '.*/nowhere' does not exist"):
         without.recommend(users)
     best = opened.recommend(users, k=5)
     assert opened.recommend(users.slice(7, 2), k=5).equals(best.slice(7, 2)) and reads == ["data.items"]
     assert opened.embeddings("item", pq.read_table(tmp_path / "items.parquet").slice(0, 3)).num_rows == 3
     assert opened.recommend(users, k=5).equals(best)
     monkeypatch.chdir(run)
-    beside = recsys.open_run(".", "run.num_threads=1")
+    beside = recsys.open_run(".", "run.num_threads=1", "data.items=../items.parquet")
     assert torch.get_num_threads() == 1
     monkeypatch.chdir("/")  # files of the run that are read later are found all the same
     assert beside.embeddings("tables.user", pairs).equals(opened.embeddings("tables.user", pairs))
+    assert beside.recommend(users, k=5).equals(best)
     texts = pairs.set_column(0, "user", pairs["user"].cast(pa.string()))
     with pytest.raises(UserError, match=r"its ids are string .* and int64 .* of data\.train"):  # as its footers say
         beside.predict(texts)
@@ -142,6 +143,15 @@ def test_a_mistake_that_training_tells_is_raised_as_it_is_told(num_processes: in
     with pytest.raises(UserError) as raised:
         recsys.train(ROOT / "configs/dlrm_sample.yaml", *where, num_processes=num_processes)
     assert str(raised.value) == f"config key 'data.train': '{tmp_path}/nowhere' does not exist"
+
+
+def test_going_on_without_a_folder_is_left_to_the_command_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(api, "run_attended", lambda command, environment: started.append(command) or 1)
+    for words in (["run.resume=true"], []):
+        with pytest.raises(subprocess.CalledProcessError):
+            recsys.train(ROOT / "configs/dlrm_sample.yaml", *words)
+    assert not any(word.startswith("run.dir=") for word in started[0]) and started[1][-1].startswith("run.dir=runs/")
 
 
 @pytest.mark.slow

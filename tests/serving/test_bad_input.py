@@ -127,7 +127,7 @@ def test_users_and_names(towers: Path) -> None:
     for use, said in (
         (lambda: run.recommend(users.drop_columns("history")), "has no column 'history'"),
         (lambda: run.recommend(users.drop_columns("seen")), "has no column 'seen'"),
-        (lambda: run.recommend(users, keep=["usr"]), "--keep: file"),
+        (lambda: run.recommend(users, keep=["usr"]), "`keep`: file"),
         (lambda: run.recommend(with_column(users, "seen", ids)), "ids of type int64 do not compare with ids of type s"),
         (lambda: run.recommend(users.slice(0, 0)), "hold no rows"),
         (lambda: run.recommend([]), "DATA is an empty list"),
@@ -141,7 +141,11 @@ def test_users_and_names(towers: Path) -> None:
         ),
         (
             lambda: run.embeddings("user"),
-            "nothing says of which users the vectors are wanted; give their rows as --data",
+            "nothing says of which users the vectors are wanted; give their rows as `data`",
+        ),
+        (
+            lambda: run.embeddings("tables.user", keep=["user"]),
+            "`keep` names columns of users or items, and vectors of table 'user' have their id alone",
         ),
         (
             lambda: run.embeddings("itm"),
