@@ -131,13 +131,14 @@ class Space:
                 continue
             low, _, after_low = str(text).partition("..")
             high, _, option = after_low.partition(":")
-            numbers = [word for word in (low, high, option) if word not in ("", "log")]
-            to_number: type[int | float] = int if all(word.lstrip("-").isdecimal() for word in numbers) else float
             try:
-                ends, step = [to_number(low), to_number(high)], None if option in ("", "log") else to_number(option)
+                ends, step = [_number(low), _number(high)], None if option in ("", "log") else _number(option)
+                are_whole = all(isinstance(end, int) for end in ends) and (step is None or step % 1 == 0)
+                to_number: type[int | float] = int if are_whole else float
+                ends, step = [*map(to_number, ends)], step if step is None else to_number(step)
                 is_range = ends[0] < ends[1] and (option != "log" or ends[0] > 0) and (step is None or step > 0)
                 is_range &= all(map(math.isfinite, (*ends, step or 0)))
-            except ValueError:
+            except (ValueError, OverflowError):  # no number, or a whole one that no float holds
                 is_range = False
             if not is_range:
                 raise UserError(
@@ -170,15 +171,15 @@ class Space:
         return [f"{key}={value}" for key, value in params.items()]
 
     def samples(self) -> list[list[str]]:
-        """Return a few lists of `key=value` that cover all choices and both ends of ranges; the first has the first of
-        each key."""
+        """Return a few lists of `key=value` that cover all choices and what `_checked` names of ranges; the first has
+        the first of each key."""
         return [
-            self.overrides({key: values[min(i, len(values) - 1)] for key, values in self._ends().items()})
-            for i in range(max(map(len, self._ends().values())))
+            self.overrides({key: values[min(i, len(values) - 1)] for key, values in self._checked().items()})
+            for i in range(max(map(len, self._checked().values())))
         ]
 
     def loaded(self, load: Callable[[list[str]], Config]) -> list[Config]:
-        """Load configs with lists of `key=value`, which cover all choices and both ends of ranges.
+        """Load configs with lists of `key=value`, which cover all choices and of ranges both ends and a value between.
 
         Combinations of values that do not fit each other are not refused: their trials fail, and others succeed.
 
@@ -193,16 +194,33 @@ class Space:
                 fitting.update(words)
             except UserError:
                 continue  # whichever of the words it is, it is found below
-        choices = [[f"{key}={value}" for value in values] for key, values in self._ends().items()]
+        choices = [[f"{key}={value}" for value in values] for key, values in self._checked().items()]
         for place, words in enumerate(choices):
             for word in (word for word in words if word not in fitting):
-                configs.append(_first_that_loads(load, [*choices[:place], [word], *choices[place + 1 :]]))
+                try:
+                    configs.append(_first_that_loads(load, [*choices[:place], [word], *choices[place + 1 :]]))
+                except UserError as error:
+                    raise error.within(f"--space: {word}, which it holds") from error
         return configs
 
-    def _ends(self) -> dict[str, list[Any]]:
-        """Return, by key, the two ends of a range, or the choices of a list."""
-        is_range = {key: not isinstance(text, list) for key, text in self.texts.items()}
-        return {key: values[:2] if is_range[key] else values for key, values in self.bounds().items()}
+    def _checked(self) -> dict[str, list[Any]]:
+        """Return, by key, the choices of a list, or both ends of a range and the value behind the first, if it has
+        steps: what a key allows of the two, it allows of all, such as multiples of 4."""
+        checked = self.bounds()
+        for key in (key for key, text in self.texts.items() if not isinstance(text, list)):
+            low, high, how = checked[key]
+            step = how if isinstance(how, int | float) else 1 if isinstance(low, int) else high - low
+            second = _last_step(low, low + step, step)
+            checked[key] = [low, *[second] * (low < second < high), high]
+        return checked
+
+
+def _number(text: str) -> int | float:
+    """Return a number as configs write it, such as 1_000, +5 or 1e-3; raises ValueError."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
 
 
 def _last_step(low: float, high: float, step: float) -> float:

@@ -35,6 +35,9 @@ def test_ranges_and_choices(tmp_path: Path) -> None:
         "e": kinds.IntDistribution(1, 8, log=True),
         "f": kinds.FloatDistribution(0.0, 1.0, step=0.25),
     }
+    numbers = Space.parse(["a=1_000..2_000", "b=+100..200:1e1", "c=0..1:1e-1"])
+    assert numbers.bounds() == {"a": [1000, 2000, None], "b": [100, 200, 10], "c": [0.0, 1.0, 0.1]}
+    assert all(isinstance(end, int) for key in "ab" for end in numbers.bounds()[key][:2])
     assert space.samples()[0] == ["a.rate=0.0001", "b=[64]", "c=4", "d=0.0", "e=1", "f=0.0"]
 
 
@@ -57,7 +60,19 @@ def test_choices_are_read_as_configs_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["a=3", "a=5..1", "a=0..1:log", "a=x..y", "a=1..9:0", "a=[]", "no/such/file", "a=1..inf", "a=0..5:inf"]
+    "word",
+    [
+        "a=3",
+        "a=5..1",
+        "a=0..1:log",
+        "a=x..y",
+        "a=1..9:0",
+        "a=[]",
+        "no/such/file",
+        "a=1..inf",
+        "a=0..5:inf",
+        "a=.5..1" + "0" * 400,
+    ],
 )
 def test_what_is_no_space(word: str) -> None:
     with pytest.raises(UserError, match=r"^--space: "):
@@ -115,6 +130,9 @@ def opened(out: Path, *space: str, trials: int = 1, by_bytes: bool = False) -> S
         (["tables.user.embedding_dim=-4..8", RATE], "'tables.user.embedding_dim' must be"),
         (["train.epochs=1..2", "data.keep_negatives=0.5..1.5"], "'data.keep_negatives' must be"),
         (["train.epochs=1..2", "data.valid=[data/sample/valid, null]"], "needs data.valid, which is not set"),
+        (["tables.user.embedding_dim=8..32", RATE], "embedding_dim=9, which it holds: config key 'tables.user."),
+        (["tables.user.embedding_dim=8..64:log", RATE], "embedding_dim=9, which it holds: config key 'tables.user."),
+        (["tables.user.embedding_dim=8..32:3", RATE], "embedding_dim=11, which it holds: config key 'tables.user."),
         (["seed=1..3"], "--space: 'seed' is set by the sweep itself (--seeds says"),
         ([RATE, "run.dir=[a, b]"], "--space: 'run.dir' is set by the sweep itself (trials lie under --out)"),
     ],
