@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from launch import ROOT, fork_train, run_train
 
-from recsys.errors import UserError
+from recsys.errors import LAUNCHER_FILE, EchoError, UserError
+from recsys.runtime.arguments import told_by_first_rank
 from recsys.runtime.command import run_command
 
 SAMPLE = str(ROOT / "configs" / "dlrm_sample.yaml")
@@ -29,6 +30,27 @@ def test_torchrun_shows_a_mistake_in_the_config_of_one_rank_alone() -> None:
 def test_ranks_without_torchrun_tell_it_once(mistake: str, tmp_path) -> None:
     done = fork_train(SAMPLE, mistake, f"run.dir={tmp_path / 'run'}", nproc=2)
     assert done.returncode == 1 and done.stderr.count("error: ") == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "tells"),
+    [
+        ({"RANK": "2", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "2"}, True),
+        ({"RANK": "3", "LOCAL_RANK": "1"}, False),
+        ({"RANK": "2", "LOCAL_RANK": "0", LAUNCHER_FILE: "error.json"}, False),
+    ],
+)
+def test_a_mistake_of_one_machine_alone_is_told_there(
+    variables: dict[str, str], tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", LAUNCHER_FILE):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as raised, told_by_first_rank():
+        raise UserError("a mistake")
+    assert isinstance(raised.value, EchoError) != tells
 
 
 def test_texts_are_cut_and_keep_to_their_lines() -> None:

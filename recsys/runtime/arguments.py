@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from recsys.errors import EchoError, UsageError, UserError, end_interrupted, end_run, flush_output
-from recsys.runtime.environment import is_first_rank
+from recsys.runtime.environment import is_first_rank, is_first_without_torchrun
 
 
 class Parser(argparse.ArgumentParser):
@@ -142,11 +142,14 @@ def with_data(words: list[str]) -> list[str]:
 
 @contextmanager
 def told_by_first_rank() -> Iterator[None]:
-    """Let only the first rank report a mistake that every rank finds by itself; the others end as its echoes."""
+    """Let only the first rank report a mistake that every rank finds by itself; the others end as its echoes.
+
+    Without torchrun, which tells of each of them, the first of a machine reports too: its files may be others.
+    """
     try:
         yield
     except UserError as error:
-        if is_first_rank():
+        if is_first_rank() or is_first_without_torchrun():
             raise
         raise EchoError(*error.args) from error
 
