@@ -157,6 +157,8 @@ def _check(options: CsvOptions) -> None:
             raise UserError(f"type {dtype!r} of column {name!r} is unknown; allowed are {', '.join(TYPES)}")
     if options.split and (len(options.split) > 3 or min(options.split) <= 0):
         raise UserError(f"--split takes up to three positive shares, got {options.split}")
+    if options.split_by != "random" and not options.split:
+        raise UserError(f"--split-by {options.split_by!r} has nothing to split; add shares, as in --split 0.8,0.1,0.1")
     if options.split and abs(sum(options.split) - 1) > 1e-6:
         raise UserError(f"--split shares must add up to 1, got {sum(options.split):g}")
 
@@ -197,7 +199,7 @@ class _Reader:
     def _check_names(self) -> None:
         if not self.options.columns:
             check_names(self.names, self._first)
-        other = next((sign for sign in ";\t|" if sign in self.names[0]), None)
+        other = next((sign for sign in ",;\t|" if sign in self.names[0] and sign != self.options.delimiter), None)
         if len(self.names) == 1 and other and not self.options.columns:
             raise UserError(
                 f"{self._first} has one column, {self.names[0]!r}; if {other!r} divides it, add --delimiter {other!r}"

@@ -18,12 +18,15 @@ _NO_QUOTES = "add --quote '' if a quote is a letter like others there"
 # By their first four bytes.
 _PACKED = {b"PK\x03\x04": "a zip archive", b"\xfd7zX": "compressed by xz", b"7z\xbc\xaf": "a 7z archive"}
 # A number or a date in place of a column's name.
-_VALUE = re.compile(r"[-+]?\d+([.,]\d*)?([eE][-+]?\d+)?|\d{4}-\d\d-\d\d.*")
+_NUMBER = r"^[-+]?[0-9]+([.,][0-9]*)?([eE][-+]?[0-9]+)?$"
+_VALUE = re.compile(rf"{_NUMBER}|\d{{4}}-\d\d-\d\d.*")
 _IN_TEXTS = ",;: "  # delimiters that texts of several lines may hold as well, which are in quotes for that reason
 
 
 def check_start(path: Path) -> None:
     """Raise a UserError for a path that is no file, or a file that begins like one of another format than text."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name the files in it, as {path}/*.csv does")
     if not path.is_file():
         raise UserError(f"{path} is not a file")
     with path.open("rb") as file:
@@ -113,7 +116,16 @@ def check_names(names: list[str], path: Path) -> None:
 
 
 def check_header(rows: pa.RecordBatch, path: Path) -> None:
-    """Raise a UserError if the first row of a file without a header holds the names of the columns."""
+    """Raise a UserError if the first row of a file without a header holds names of columns: those that `--columns`
+    gives, or words above columns of numbers."""
     texts = [column[0].as_py() for column in rows.columns if pa.types.is_string(column.type)]
     if texts == rows.schema.names:
         raise UserError(f"{path} begins with the names that --columns gives, and so has a header; leave --columns out")
+    if len(texts) < rows.num_columns or rows.num_rows < 2 or any(text is None or _VALUE.match(text) for text in texts):
+        return
+    below = (column[1:].drop_null() for column in rows.columns)
+    if any(len(column) and pc.all(pc.match_substring_regex(column, _NUMBER)).as_py() for column in below):
+        raise UserError(
+            f"{path} begins with {', '.join(map(repr, texts[:3]))}, words above numbers, as a header does; leave "
+            f"--columns out or take that line out of the file, or if it is a row, name its nulls by --null-values"
+        )

@@ -63,6 +63,24 @@ def test_values_in_place_of_names_are_told(tmp_path: Path, line: str) -> None:
     assert list(_converted(tmp_path, f"user,0,1\n{line}\n", delimiter=",")) == ["user", "0", "1"]  # as pandas writes
 
 
+def test_a_header_under_other_names_is_told(tmp_path: Path) -> None:
+    text = "user,item,stars\nann,tea,5\nbob,tea,3\n"
+    with pytest.raises(UserError, match="begins with 'user', 'item', 'stars', words above numbers, as a header does"):
+        _converted(tmp_path, text, delimiter=",", columns=["a", "b", "c"])
+    for kept, nulls in (("ann,tea,5\nbob,tea,x\n", []), ("ann,tea,NA\nbob,tea,3\n", ["NA"]), ("ann,tea,x\n", [])):
+        read = _converted(tmp_path, kept, delimiter=",", columns=["a", "b", "c"], null_values=nulls)
+        assert read["a"][0] == "ann"
+
+
+def test_a_wrong_delimiter_and_a_rule_without_shares_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has one column, 'user,item'; if ',' divides it, add --delimiter ','"):
+        _converted(tmp_path, "user,item\n1,2\n", delimiter=";")
+    with pytest.raises(UserError, match=r"--split-by 'time:item' has nothing to split; add shares"):
+        _converted(tmp_path, "user,item\n1,2\n", delimiter=",", split_by="time:item")
+    with pytest.raises(UserError, match=r"is a folder; name the files in it, as .*/\*\.csv does"):
+        convert_csv([tmp_path], tmp_path / "out", CsvOptions())
+
+
 def test_quoted_texts_of_several_lines_are_read(tmp_path: Path) -> None:
     assert _converted(tmp_path, 'id\ttext\n1\t"a, b\nc"\n')["text"] == ["a, b\nc"]
     assert _converted(tmp_path, 'id\ttext\n1\t"a\tb\nc"\n', quote='"')["text"] == ["a\tb\nc"]
