@@ -33,8 +33,8 @@ from recsys.tables.bytes import PUBLISHED_BYTES
 from recsys.tables.touched import TouchedRows
 from recsys.training.build import Built
 
-# Names of folders that a killed process leaves half written: of an export, of a rebase or of a delta.
 _MOST_LEFT_OUT = 63  # publications in a row, after many that failed
+# Names of folders that a killed process leaves half written: of an export, of a rebase or of a delta.
 _HALF_WRITTEN = re.compile(r"\.base-\d+\.\w+|(?:base|delta)-\d+" + re.escape(ASIDE))
 
 
