@@ -38,7 +38,7 @@ class Bootstrap:
             times = np.searchsorted(_POISSON, drawn, side="right")[place].astype(np.float64)
             if times.any():
                 measured.append(measure(times))
-        samples = np.concatenate(world.gather(np.array(measured).reshape(-1, len(names))))
+        samples = np.concatenate(world.gather(np.array(measured).reshape(len(measured), len(names))))
         finite = [column[~np.isnan(column)] for column in samples.T]
         bounds = [
             np.percentile(values, [2.5, 97.5]).tolist() if len(values) else [float("nan")] * 2 for values in finite

@@ -90,3 +90,14 @@ def test_intervals_of_a_mean_are_those_of_its_standard_error() -> None:
     # Ten rows to each unit, all alike, tell no more than the units do.
     low, high = of(np.repeat(values[:100], 10), np.repeat(units[:100], 10), 2)
     assert (high - low) / (2 * 1.96 * values[:100].std() / 10) == pytest.approx(1, abs=0.15)
+
+
+@pytest.mark.parametrize("names", [[], ["mean"]])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_ranks_without_draws_and_metrics_without_intervals(world_size: int, names: list[str]) -> None:
+    """Coverage alone has no intervals, and of one draw two ranks have none."""
+    bootstrap, units = Bootstrap(1, seed=1), np.arange(9, dtype=np.uint64)
+    found = Ranks(world_size).run(
+        lambda world: bootstrap.intervals(world, units, names, lambda drawn: [drawn.sum()] * len(names))
+    )
+    assert list(found) == names and all(low == high > 0 for low, high in found.values())
