@@ -770,7 +770,7 @@ class Scorer:
             scores = vectors[start : start + step] @ self._item_vectors.T
             for is_barred, pairs in zip((True, False), lists, strict=True):
                 if pairs is not None:
-                    mine = (pairs[0] >= start) & (pairs[0] < start + step)
+                    mine = slice(*np.searchsorted(pairs[0], (start, start + step)))
                     mask = np.full(scores.shape, not is_barred)
                     mask[pairs[0][mine] - start, pairs[1][mine]] = is_barred
                     scores[mask] = -np.inf

@@ -11,6 +11,9 @@ import pytest
 from launch import evaluate, fork_train
 from retrieval import NUM_ITEMS, NUM_USERS, train_towers
 
+from recsys.serving import score
+from recsys.serving.score import Scorer
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -94,3 +97,30 @@ def test_the_scores_of_pairs_are_those_of_the_lists(run: Path, tmp_path: Path) -
     assert done.returncode == 0, done.stderr[-3000:]
     scores = pq.read_table(tmp_path / "scores")
     np.testing.assert_allclose(scores["score"], scores["of_list"], rtol=0, atol=1e-6)
+
+
+class Numbers(Scorer):
+    """A scorer of users and items that are rows of two arrays, with pairs of users and items that they have seen."""
+
+    def __init__(self, users: np.ndarray, items: np.ndarray, pairs: np.ndarray) -> None:
+        self._users, self._item_vectors, self._pairs = users, items, pairs
+        self._items, self._item_ids = {"seen": "seen", "candidates": None}, pa.array(range(len(items)))
+
+    def outputs(self, graph: str, table: pa.Table) -> list[np.ndarray]:
+        return [self._users]
+
+    def _positions(self, users: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
+        return self._pairs[0], self._pairs[1]
+
+
+@pytest.mark.parametrize("users_at_once", [1, 2, 7, 8, 100])
+def test_blocks_of_users_of_an_export(users_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and last users have seen items, one in between none, and one all."""
+    generator = np.random.default_rng(0)
+    users, items = generator.normal(size=(8, 4)), generator.normal(size=(11, 4))
+    seen = [[3], [], [*range(11)], [0, 10], [], [5, 5], [2], [1, 7]]
+    pairs = np.array([(user, item) for user, of_user in enumerate(seen) for item in of_user]).T
+    monkeypatch.setattr(score, "SCORES_AT_ONCE", 11 * users_at_once)
+    best = Numbers(users, items, pairs).recommend({"user": range(8)}, k=20).to_pydict()
+    for user, of_user, found in zip(users, seen, best["items"], strict=True):
+        assert found == [item for item in np.argsort(-(items @ user)).tolist() if item not in of_user]
