@@ -263,11 +263,11 @@ def _unknown_key(parent: str, name: str, allowed: list[str]) -> str:
     elsewhere = [key for key in _all_keys() if key.rpartition(".")[2] == name]
     longer = [key for key in allowed if key.endswith(f"_{name}")]  # batch_size of global_batch_size
     hint = f"; did you mean '{prefix}{longer[0]}'?" if longer else nearest(name, allowed, prefix)
-    if not hint and elsewhere:
-        hint = f"; did you mean '{elsewhere[0]}'?"
-    word, colon, value = name.partition(":")
-    if colon and word in allowed:
-        hint = f"; YAML wants a blank behind the colon: '{word}: {value}'"
+    hint = f"; did you mean '{elsewhere[0]}'?" if elsewhere and not hint else hint
+    word, *rest = re.split("([.:])", name, maxsplit=1)
+    if rest and word in allowed:
+        sections = f"; keys with dots are of the command line, and in a file it is '{word}: {{{rest[1]}: …}}'"
+        hint = sections if rest[0] == "." else f"; YAML wants a blank behind the colon: '{word}: {rest[1]}'"
     where = f"under {parent}" if parent else "at the top level"
     return f"config key '{prefix}{name}' is not known{hint} (allowed {where}: {', '.join(allowed)})"
 

@@ -104,6 +104,7 @@ FILES = {
     "list": (b"- 1", ["must hold keys and values"]),
     "Latin 1": ("run: {name: café}".encode("latin-1"), ["is not readable YAML"]),
     "key twice": (b"seed: 1\nseed: 2", ["duplicate key seed"]),
+    "dots in a file": (b"train.epochs: 3", ["'train.epochs' is not known", "in a file it is 'train: {epochs: …}'"]),
     "misspelt model": (b"modle: {name: dlrm}", ["'modle' is not known", "did you mean 'model'?"]),
     "only floats": (
         b"{model: {name: dlrm}, features: {a: {type: float}}, tables: {}, data: {train: a, label_column: b}}",
