@@ -6,9 +6,8 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from recsys.serving.predict import (
     scores_of_rows,
 )
 from recsys.serving.score import ExportError, as_table, stored
+from recsys.training.run import new_run_dir
 
 _TORCHRUN = """from recsys.runtime.launch import end_with_parent
 from torch.distributed.run import main
@@ -72,17 +72,20 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes
     with tempfile.TemporaryDirectory() as folder:
         path = _config_file(config, Path(folder))
         loaded = load_config(path, _texts("overrides", overrides, "'train.epochs=3'"))
-        run_dir = loaded.run.dir or f"runs/{loaded.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        run_dir = loaded.run.dir or str(new_run_dir(loaded))
         launcher = ["-m", "recsys", "train"]
         if num_processes > 1:  # by this machine's own address, since its name may not resolve
             torchrun = ["-c", _TORCHRUN, "--standalone", "--local-addr=127.0.0.1"]
             launcher = [*torchrun, f"--nproc_per_node={num_processes}", *launcher]
-        # Without a folder there is nothing to go on with, which the command tells.
-        named = [] if loaded.run.resume and loaded.run.dir is None else [f"run.dir={as_value(run_dir)}"]
-        command = [sys.executable, *launcher, str(path), *overrides, *named]
+        command = [sys.executable, *launcher, str(path), *overrides, f"run.dir={as_value(run_dir)}"]
         error_file = Path(folder) / "error.json"  # torchrun copies the first error of a rank to its own such file
-        if status := run_attended(command, {**environment_of_called(), LAUNCHER_FILE: str(error_file)}):
-            raise read_launcher_error(error_file) or subprocess.CalledProcessError(status, command)
+        try:
+            if status := run_attended(command, {**environment_of_called(), LAUNCHER_FILE: str(error_file)}):
+                raise read_launcher_error(error_file) or subprocess.CalledProcessError(status, command)
+        finally:
+            if loaded.run.dir is None:
+                with suppress(OSError):  # it holds a run
+                    Path(run_dir).rmdir()
     return open_run(run_dir, trust_code=True)  # whoever trains a class has named it
 
 

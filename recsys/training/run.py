@@ -250,17 +250,9 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
 
     Only a folder with a marker file is cleared, so that no other folder ever is.
     """
-    if config.run.resume and config.run.dir is None:
-        raise UserError(
-            "config key 'run.resume' goes on with the run in run.dir, which is not set, so that a new one would start "
-            "each time; name it, such as run.dir=runs/mine"
-        )
-    run_dir = Path(config.run.dir or f"runs/{config.run.name or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}")
+    run_dir = Path(config.run.dir) if config.run.dir else new_run_dir(config)
     try:
-        if config.run.dir:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        else:
-            run_dir = unused_folder(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
         # A copy of a run may lack the marker, which is hidden; going on clears nothing.
         goes_on = config.run.resume and any(run_dir.glob(f"checkpoints/step-*/{CHECKPOINT}"))
         is_run = (run_dir / MARKER).exists() or goes_on
@@ -276,6 +268,23 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
     except OSError as error:
         raise cannot_write("run.dir", run_dir, error) from error
     return run_dir
+
+
+def new_run_dir(config: Config) -> Path:
+    """Make a run directory with the name of the run and the time, where the config names none.
+
+    Raises:
+        UserError: it cannot be made, or the run is to go on, which it could not in a new one.
+    """
+    if config.run.resume:
+        raise UserError(
+            "config key 'run.resume' goes on with the run in run.dir, which is not set, so that a new one would start "
+            "each time; name it, such as run.dir=runs/mine"
+        )
+    try:
+        return unused_folder(Path(f"runs/{config.run.name or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"))
+    except OSError as error:
+        raise cannot_write("run.dir", Path("runs"), error) from error
 
 
 def _is_of_others(path: Path) -> bool:

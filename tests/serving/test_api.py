@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -239,6 +240,30 @@ def test_a_trained_class_of_ones_own_is_opened(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(api, "open_run", lambda run, **named: opened.append((run, named)))
     recsys.train(ROOT / "configs/dlrm_sample.yaml", "run.dir=runs/mine")
     assert opened == [("runs/mine", {"trust_code": True})]
+
+
+def test_runs_that_begin_in_one_second_have_directories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "20261128-120000")
+    opened, config = list[str](), ROOT / "configs/dlrm_sample.yaml"
+
+    def begin(command: Sequence[str], environment: Mapping[str, str]) -> int:
+        (Path(command[-1].removeprefix("run.dir=")) / "config.yaml").touch()
+        return 0
+
+    monkeypatch.setattr(api, "run_attended", begin)
+    monkeypatch.setattr(api, "open_run", lambda run, **named: opened.append(run))
+    recsys.train(config)
+    recsys.train(config)
+    monkeypatch.setattr(api, "run_attended", lambda command, environment: 1)
+    with pytest.raises(subprocess.CalledProcessError):
+        recsys.train(config)
+    assert opened == ["runs/dlrm_sample-20261128-120000", "runs/dlrm_sample-20261128-120000-2"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [Path(run).name for run in opened]
+    with pytest.raises(UserError, match=r"'run\.resume' goes on with the run in run\.dir, which is not set"):
+        recsys.train(config, "run.resume=true")
 
 
 def test_names_to_keep_are_a_list() -> None:
