@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -100,9 +100,10 @@ def load_window(
     return conversion.columns()
 
 
-def convert_table(table: pa.Table, spec: BatchSpec) -> Columns:
-    """Convert rows in the order in which they are; errors as `load_window`, without a file's name."""
-    segment = Segment("", 0, 0, table.num_rows)
+def convert_table(table: pa.Table, spec: BatchSpec, of: Segment | None = None) -> Columns:
+    """Convert rows in the order in which they are; errors as `load_window`, which name the row group that they are
+    the first rows `of`."""
+    segment = Segment("", 0, 0, table.num_rows) if of is None else replace(of, start=0, stop=table.num_rows)
     conversion = _Conversion(Window((segment,), None), spec, BlockPool())
     conversion.add(segment, table)
     return conversion.columns()

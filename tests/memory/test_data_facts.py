@@ -14,6 +14,7 @@ from recsys.config import load_config
 from recsys.data.decode import SegmentReader
 from recsys.data.inputs import open_inputs
 from recsys.data.window import convert_table
+from recsys.errors import UserError
 from recsys.ids import statistics_bytes
 from recsys.memory import DataFacts
 from recsys.memory import data_facts as data_facts_module
@@ -185,6 +186,24 @@ def test_a_whole_dictionary_is_not_expected_to_grow(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": chosen, "label": np.arange(len(chosen)) % 2}), tmp_path / "rows.parquet")
     sample, decoded = sample_of(tmp_path, "id")
     assert sample.table_bytes(decoded.num_rows) == pytest.approx(decoded.nbytes, rel=0.05)
+
+
+def test_rows_that_do_not_fit_are_told_with_their_file(tmp_path: Path) -> None:
+    """Those behind the first 1,000, which are looked at before."""
+    columns = {"item": [5] * 1500 + [99] * 500, "label": [0, 1] * 1000}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    content = {
+        "data": {"train": str(tmp_path / "rows.parquet"), "label_column": "label"},
+        "features": {"item": {"table": "item"}},
+        "tables": {"item": {"num_embeddings": 50, "embedding_dim": 8, "mapping": "identity"}},
+        "model": {"name": "fm"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    config = load_config(tmp_path / "config.yaml")
+    with rehearse_world(1, 1, torch.device("cpu")) as world:
+        inputs = open_inputs(config, world)
+        with pytest.raises(UserError, match=r"id 99 is outside 0 … 49 .*\(in row group 0 of .*rows.parquet\)$"):
+            data_facts(config, inputs, 1)
 
 
 def test_what_a_vocabulary_counts_is_decoded(tmp_path: Path) -> None:
