@@ -1,6 +1,6 @@
 """Checks of columns: types must agree over all datasets, some columns need a value, and some look like mistakes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -110,9 +110,24 @@ def doubtful_lists(config: Config, train: pa.Schema) -> list[str]:
     ]
 
 
-def doubts(train: Dataset, spec: BatchSpec) -> list[str]:
-    """Return sentences on likely mistakes in data.train. Raises as `large_numbers`."""
-    return copied_files(train) + large_numbers(train, spec) + constant_labels(train, spec)
+def labels_as_features(config: Config, labels: Sequence[FloatColumn]) -> list[str]:
+    """Return sentences on features whose column is all that a label is made of: a model is given what it is to find."""
+    sentences = []
+    for name, feature in config.features.items():
+        columns = {*(feature.cross or [column_of(config, name)])}
+        for label in labels if feature.expert_of is None else ():
+            if (read := label.columns()) <= columns:
+                sentences.append(
+                    f"config key 'features.{name}': {label.title} is read from column '{min(read)}' too, so that the "
+                    f"model is told what it is to find; leave the feature out"
+                )
+    return sentences
+
+
+def doubts(config: Config, train: Dataset, spec: BatchSpec) -> list[str]:
+    """Return sentences on likely mistakes in data.train and what is read of it. Raises as `large_numbers`."""
+    of_features = doubtful_lists(config, train.schema) + labels_as_features(config, spec.labels)
+    return of_features + copied_files(train) + large_numbers(train, spec) + constant_labels(train, spec)
 
 
 def large_numbers(train: Dataset, spec: BatchSpec) -> list[str]:

@@ -1,6 +1,8 @@
 """The columns of a batch: which become ids, numbers and labels, and how."""
 
+import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -132,7 +134,11 @@ class FloatColumn:
     def advised(self, condition: str) -> str:
         """Return what to do where a condition is to stand in place of a label's column."""
         also = " data.label_column=null" if self.name == "data.label_column" else ""  # which excludes the former
-        return f'name a condition in its place, such as data.labels={{NAME: "{condition}"}}{also}'
+        # YAML takes it without quotes of its own, which a shell would take away, where none of its signs is in it.
+        plain = re.fullmatch(r"[\w .=<>()'/+-]+", condition)
+        label = f"data.labels={{NAME: {condition if plain else json.dumps(condition, ensure_ascii=False)}}}"
+        label = shlex.quote(label) if set(label) & set('"$`\\!') else f'"{label}"'
+        return f"name a condition in its place, such as {label}{also}"
 
     def columns(self) -> set[str]:
         """Return the columns to read."""

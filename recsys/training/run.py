@@ -17,7 +17,7 @@ from recsys.checkpoint import FACTS, FOOTERS, Source, find_checkpoint, find_sour
 from recsys.config import Config, config_text
 from recsys.config.device import check_device, repeated_decoding
 from recsys.config.meaning import refuse_differences
-from recsys.data.checks import doubtful_lists, doubts
+from recsys.data.checks import doubts
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError
 from recsys.memory import Timeline
@@ -209,7 +209,7 @@ def _log_start(inputs: Inputs, session: _Session) -> None:
     logger.info("%s on %d × %s, writing to %s", config.run.name, world.world_size, world.device.type, session.run_dir)
     for role, dataset in inputs.datasets.items():
         logger.info("%s: %s rows in %d files", role, f"{dataset.num_rows:,}", dataset.num_files)
-    for sentence in [*session.instead, *doubtful_lists(config, inputs.datasets["train"].schema)]:
+    for sentence in session.instead:
         logger.warning("%s", sentence)
     if repeated := repeated_decoding(config, world.world_size):
         logger.info("%s", repeated)
@@ -231,7 +231,7 @@ def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[I
     if source is not None and asked.memory.fit:
         refuse_differences(inputs.config, source.marker.meaning, source.path, source.init)
     train, spec = inputs.datasets["train"], inputs.spec("train")
-    for sentence in opened.world.from_rank_zero(lambda: doubts(train, spec)):
+    for sentence in opened.world.from_rank_zero(lambda: doubts(asked, train, spec)):
         logger.warning("%s", sentence)
     return inputs, changes
 

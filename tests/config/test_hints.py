@@ -58,9 +58,9 @@ def test_dates_without_quotes(filter_text: str, day: str) -> None:
         (["features.price.column=phone"], "; name a field of the struct, such as 'phone.os'"),
         (["data.filter=phone == 'ios'"], "compare one of its fields, as device.os"),
         (["features.user_id.column=phones.os"], "did you mean 'phones.osx'?"),
-        (["data.label_column=hour"], 'data.labels={NAME: "hour > 0"} data.label_column=null, or learn'),
-        (["data.label_column=name"], "data.labels={NAME: \"name == 'b'\"} data.label_column=null"),
-        (["data.label_column=null", "data.labels.a=hour"], 'data.labels={NAME: "hour > 0"}, or learn'),
+        (["data.label_column=hour"], '"data.labels={NAME: hour > 0}" data.label_column=null, or learn'),
+        (["data.label_column=name"], "\"data.labels={NAME: name == 'b'}\" data.label_column=null"),
+        (["data.label_column=null", "data.labels.a=hour"], '"data.labels={NAME: hour > 0}", or learn'),
     ],
 )
 def test_columns(overrides: list[str], hint: str, tmp_path: Path) -> None:

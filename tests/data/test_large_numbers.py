@@ -1,4 +1,4 @@
-"""Numbers that a network learns badly of are told by name."""
+"""Numbers that a network learns badly of are told by name, and features that hold what it is to find."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ import pytest
 from launch import ROOT
 
 from recsys.config import Device, load_config
-from recsys.data.checks import large_numbers
+from recsys.data.checks import labels_as_features, large_numbers
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.data.spec import FloatColumn, Transform
 from recsys.runtime.world import World, open_world
@@ -57,3 +57,19 @@ def test_the_sample_and_its_first_config_are_told_nothing(world: World) -> None:
     raw = open_inputs(load_config(ROOT / "configs/dlrm_sample.yaml", ["features.price.log1p=false"]), world)
     (told,) = large_numbers(raw.datasets["train"], raw.spec("train"))
     assert "'features.price'" in told
+
+
+def test_a_feature_of_which_a_label_is_made_is_told(world: World) -> None:
+    def told(label: str) -> list[str]:
+        features = "features.seen={type: float, column: label}", "features.both={cross: [user_id, label], table: user}"
+        options = [f"data.labels={{click: {label}}}", "data.label_column=null", *features]
+        inputs = open_inputs(load_config(ROOT / "configs/dlrm_sample.yaml", options), world)
+        return labels_as_features(inputs.config, inputs.spec("train").labels)
+
+    assert [line.partition(": ")[0] for line in told("label")] == [
+        "config key 'features.seen'",
+        "config key 'features.both'",
+    ]
+    (of_hour,) = told("hour > 12")
+    assert "'features.hour': the condition of data.labels.click is read from column 'hour' too" in of_hour
+    assert told("label == 1 and hour < 12") == []
