@@ -118,8 +118,8 @@ def labels_as_features(config: Config, labels: Sequence[FloatColumn]) -> list[st
         for label in labels if feature.expert_of is None else ():
             if (read := label.columns()) <= columns:
                 sentences.append(
-                    f"config key 'features.{name}': {label.title} is read from column '{min(read)}' too, so that the "
-                    f"model is told what it is to find; leave the feature out"
+                    f"config key 'features.{name}': column '{min(read)}' is all that {label.name} is made of, so that "
+                    f"the model is told what it is to find; leave the feature out"
                 )
     return sentences
 

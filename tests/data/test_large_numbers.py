@@ -71,5 +71,5 @@ def test_a_feature_of_which_a_label_is_made_is_told(world: World) -> None:
         "config key 'features.both'",
     ]
     (of_hour,) = told("hour > 12")
-    assert "'features.hour': the condition of data.labels.click is read from column 'hour' too" in of_hour
+    assert "'features.hour': column 'hour' is all that data.labels.click is made of, so" in of_hour
     assert told("label == 1 and hour < 12") == []
