@@ -7,7 +7,6 @@ from typing import Any
 from recsys.config import Config
 from recsys.config.choices import Saver
 from recsys.config.features import rank_rows
-from recsys.errors import UserError
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict
 from recsys.memory.data_facts import streams_of_a_rank
 from recsys.memory.levers import LEVERS, Change, roomier_caches, with_changes
@@ -55,13 +54,7 @@ class Offer:
 
 def planned_shards(config: Config, topology: Topology) -> list[Shard]:
     """Return the shards of the plan that a run would use; where none fits, of the one that takes least."""
-    step = build_tables(config)
-    try:
-        plan = plan_tables(step, config, topology)
-    except UserError:
-        if config.run.plan is not None:
-            raise
-        plan = plan_tables(step, config, topology, must_fit=False)
+    plan = plan_tables(build_tables(config), config, topology, must_fit=False)
     return list(shards_of(plan, config, topology.world_size))
 
 

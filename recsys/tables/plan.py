@@ -1,7 +1,7 @@
 """Sharding plans by torchrec's planner, with exact bytes and a search bounded for hundreds of tables."""
 
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from recsys.tables.bytes import cache_bytes, shard_bytes
 from recsys.tables.module_names import config_name, module_name
 from recsys.tables.spec import Shard
 
-_RESERVED_SHARE = 0.15  # of memory, for what the planner does not place
+_RESERVED_SHARE = 0.15  # of memory, for what the planner does not place, where a plan leaves as much
 _REPLICATED_ELEMENTS = 1 << 16  # of a table, up to which the planner may replicate it: a step works on all of them
 # Proposals tried, which take 0.1 s each with 200 tables on 64 ranks; torchrec's own proposers may try thousands.
 _GRID_PROPOSALS = 64
@@ -51,7 +51,10 @@ _ENOUGH = 1 << 60  # bytes, where a plan is made to see how much it takes
 def make_plan(
     step: nn.Module, sharders: list[Any], config: Config, topology: Topology, must_fit: bool = True
 ) -> ShardingPlan:
-    """Return the fastest plan, by torchrec's estimates, that fits into memory.
+    """Return the fastest plan, by torchrec's estimates, that leaves a share of the memory free.
+
+    Where none does, it is the plan whose fullest rank takes least, of those that fit into all of the memory: how much
+    else a run takes is for the prediction to say.
 
     The same tables, config and topology give the same plan. The estimates are of GPUs and do not hold over gloo. So on
     CPUs, tables without a fixed sharding type each lie whole on one rank, if there are as many of them as ranks and
@@ -59,30 +62,42 @@ def make_plan(
 
     Args:
         step: holds the tables, which may be on the meta device.
-        must_fit: False gives, of the plans tried, the one whose fullest rank takes least, whether it fits or not.
+        must_fit: False gives, where no plan fits, the one of those tried whose fullest rank takes least.
 
     Raises:
         NoPlanError: the tables fit under no plan that the config allows.
     """
     free = [name for name, table in config.tables.items() if _choice(table) is ShardingChoice.auto]
-    if must_fit and not topology.on_gpu and len(free) >= topology.world_size > 1:
+    sizes = topology.device_bytes, topology.host_share_bytes
+    device, host = (int(size * (1 - _RESERVED_SHARE)) for size in sizes)
+    if not topology.on_gpu and len(free) >= topology.world_size > 1:
         whole = {name: replace(config.tables[name], sharding_type=ShardingChoice.table_wise) for name in free}
         with suppress(NoPlanError):
-            return _make_plan(step, sharders, replace(config, tables={**config.tables, **whole}), topology, must_fit)
-    return _make_plan(step, sharders, config, topology, must_fit)
+            of_whole = replace(config, tables={**config.tables, **whole})
+            return _make_plan(step, sharders, of_whole, topology, device, host)
+    with suppress(NoPlanError):
+        return _make_plan(step, sharders, config, topology, device, host)
+    with nullcontext() if must_fit else suppress(NoPlanError):
+        return _make_plan(step, sharders, config, topology, *sizes, _FullestRank())
+    return _make_plan(step, sharders, config, topology, _ENOUGH, _ENOUGH, _FullestRank())
 
 
 def _make_plan(
-    step: nn.Module, sharders: list[Any], config: Config, topology: Topology, must_fit: bool
+    step: nn.Module,
+    sharders: list[Any],
+    config: Config,
+    topology: Topology,
+    device: int,
+    host: int,
+    preferred: PerfModel | None = None,
 ) -> ShardingPlan:
-    share = 1 - _RESERVED_SHARE
-    device, host = int(topology.device_bytes * share), int(topology.host_share_bytes * share)
+    """Return the best plan for ranks with so many bytes of a GPU and of host memory; default: the fastest."""
     planned = PlannerTopology(
         world_size=topology.world_size,
         local_world_size=topology.local_world_size,
         compute_device=topology.device.type,
-        hbm_cap=(device if must_fit else _ENOUGH) if topology.on_gpu else None,
-        ddr_cap=host if must_fit else _ENOUGH,
+        hbm_cap=device if topology.on_gpu else None,
+        ddr_cap=host,
     )
     constraints = {module_name(name): table_constraints(config, name, topology) for name in config.tables}
     batch_size = max(1, config.train.global_batch_size // topology.world_size)
@@ -94,22 +109,23 @@ def _make_plan(
         enumerator=_Enumerator(planned, batch_size, constraints, estimators),
         storage_reservation=FixedPercentageStorageReservation(0),
         proposer=_proposers(topology),
-        performance_model=None if must_fit else _FullestRank(),
+        performance_model=preferred,
         stats=[],
         debug=False,
     )
     try:
         return planner.plan(step, sharders)
     except PlannerError as error:
-        raise NoPlanError(_fits_nowhere(config, topology, device if topology.on_gpu else host)) from error
+        raise NoPlanError(_fits_nowhere(config, topology)) from error
 
 
-def _fits_nowhere(config: Config, topology: Topology, room: int) -> str:
+def _fits_nowhere(config: Config, topology: Topology) -> str:
     largest = max(
         config.tables, key=lambda name: config.tables[name].num_embeddings * config.tables[name].embedding_dim
     )
     table = config.tables[largest]
-    host = f" and {topology.host_share_bytes * (1 - _RESERVED_SHARE) / 2**30:.1f} GiB of host memory"
+    room = topology.device_bytes if topology.on_gpu else topology.host_share_bytes
+    host = f" and {topology.host_share_bytes / 2**30:.1f} GiB of host memory"
     return (
         f"the tables fit under no plan for {topology.world_size} ranks with {room / 2**30:.1f} GiB"
         f"{host if topology.on_gpu else ''} each; the largest is tables.{largest} with "

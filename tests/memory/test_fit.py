@@ -299,7 +299,7 @@ SHORT = ("train.max_steps=3", "train.log_every_steps=1", "data.valid=null", "dat
 @pytest.mark.slow
 def test_tables_that_are_too_large_are_told_with_what_helps(tmp_path: Path) -> None:
     rows = 6_000_000
-    options = (f"tables.user.num_embeddings={rows}", *LARGE, *SHORT, "memory.budget=1600MiB")
+    options = (f"tables.user.num_embeddings={rows}", *LARGE, *SHORT, "memory.budget=1450MiB")
     done = fork_train(CONFIG, f"run.dir={tmp_path}/short", *options)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "the tables fit under no plan" in done.stderr

@@ -10,9 +10,12 @@ from torchrec.distributed.planner.types import Shard as PlannerShard
 from torchrec.distributed.planner.types import ShardingOption
 
 from recsys.config import load_config
+from recsys.errors import NoPlanError
 from recsys.memory.autofit import planned_shards
 from recsys.runtime.machine import topology_of
+from recsys.step.build import build_tables
 from recsys.tables import plan
+from recsys.tables.shard import plan_tables, shards_of
 
 MACHINES = ("topology.device=cuda", "topology.device_memory=80GiB", "topology.local_world_size=8")
 
@@ -56,3 +59,19 @@ def test_plans_are_the_same_where_copies_of_shards_are_whole(monkeypatch: pytest
     assert len({shard.rank for shard in shards}) > 1
     monkeypatch.setattr(plan, "_Shard", PlannerShard)
     assert planned_shards(config, topology_of(config)) == shards
+
+
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_tables_that_leave_little_free_have_the_plan_of_the_dry_run(share: float) -> None:
+    """The planner likes 15 % to stay free; what a run takes beside tables is for the prediction to say."""
+    rows = 1_000_000
+    room = int(rows * (64 * 4 + 4) / share)  # weights, and the state of a row
+    options = [*MACHINES, "topology.world_size=1", "topology.local_world_size=1", f"topology.device_memory={room}"]
+    tables = [f"tables.user={{num_embeddings: {rows}, embedding_dim: 64}}"]
+    config = load_config(ROOT / "configs" / "dlrm_sample.yaml", [*options, *tables])
+    topology, step = topology_of(config), build_tables(config)
+    if share > 1:
+        with pytest.raises(NoPlanError, match="the tables fit under no plan"):
+            plan_tables(step, config, topology)
+    else:
+        assert list(shards_of(plan_tables(step, config, topology), config, 1)) == planned_shards(config, topology)
