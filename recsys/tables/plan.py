@@ -39,7 +39,8 @@ from recsys.tables.bytes import cache_bytes, shard_bytes
 from recsys.tables.module_names import config_name, module_name
 from recsys.tables.spec import Shard
 
-_RESERVED_SHARE = 0.15  # of memory, for what the planner does not place, where a plan leaves as much
+_RESERVED_SHARE = 0.15  # of memory, for what the planner does not place, where a plan leaves as much,
+_LEAST_RESERVED = 0.05  # and else of host memory: a system without any kills processes without a word
 _REPLICATED_ELEMENTS = 1 << 16  # of a table, up to which the planner may replicate it: a step works on all of them
 # Proposals tried, which take 0.1 s each with 200 tables on 64 ranks; torchrec's own proposers may try thousands.
 _GRID_PROPOSALS = 64
@@ -51,10 +52,10 @@ _ENOUGH = 1 << 60  # bytes, where a plan is made to see how much it takes
 def make_plan(
     step: nn.Module, sharders: list[Any], config: Config, topology: Topology, must_fit: bool = True
 ) -> ShardingPlan:
-    """Return the fastest plan, by torchrec's estimates, that leaves a share of the memory free.
+    """Return the fastest plan, by torchrec's estimates, that leaves `_RESERVED_SHARE` of the memory free.
 
-    Where none does, it is the plan whose fullest rank takes least, of those that fit into all of the memory: how much
-    else a run takes is for the prediction to say.
+    Where none does, it is the plan whose fullest rank takes least, of those that fit at all: how much else a run takes
+    is for the prediction to say, which goes by all of the memory.
 
     The same tables, config and topology give the same plan. The estimates are of GPUs and do not hold over gloo. So on
     CPUs, tables without a fixed sharding type each lie whole on one rank, if there are as many of them as ranks and
@@ -68,17 +69,18 @@ def make_plan(
         NoPlanError: the tables fit under no plan that the config allows.
     """
     free = [name for name, table in config.tables.items() if _choice(table) is ShardingChoice.auto]
-    sizes = topology.device_bytes, topology.host_share_bytes
-    device, host = (int(size * (1 - _RESERVED_SHARE)) for size in sizes)
+    device, host = topology.device_bytes, topology.host_share_bytes
+    usual = int(device * (1 - _RESERVED_SHARE)), int(host * (1 - _RESERVED_SHARE))
+    most = device, int(host * (1 - _LEAST_RESERVED))
     if not topology.on_gpu and len(free) >= topology.world_size > 1:
         whole = {name: replace(config.tables[name], sharding_type=ShardingChoice.table_wise) for name in free}
         with suppress(NoPlanError):
             of_whole = replace(config, tables={**config.tables, **whole})
-            return _make_plan(step, sharders, of_whole, topology, device, host)
+            return _make_plan(step, sharders, of_whole, topology, *usual)
     with suppress(NoPlanError):
-        return _make_plan(step, sharders, config, topology, device, host)
+        return _make_plan(step, sharders, config, topology, *usual)
     with nullcontext() if must_fit else suppress(NoPlanError):
-        return _make_plan(step, sharders, config, topology, *sizes, _FullestRank())
+        return _make_plan(step, sharders, config, topology, *most, _FullestRank())
     return _make_plan(step, sharders, config, topology, _ENOUGH, _ENOUGH, _FullestRank())
 
 
@@ -124,8 +126,9 @@ def _fits_nowhere(config: Config, topology: Topology) -> str:
         config.tables, key=lambda name: config.tables[name].num_embeddings * config.tables[name].embedding_dim
     )
     table = config.tables[largest]
-    room = topology.device_bytes if topology.on_gpu else topology.host_share_bytes
-    host = f" and {topology.host_share_bytes / 2**30:.1f} GiB of host memory"
+    host_bytes = topology.host_share_bytes * (1 - _LEAST_RESERVED)
+    room = topology.device_bytes if topology.on_gpu else host_bytes
+    host = f" and {host_bytes / 2**30:.1f} GiB of host memory"
     return (
         f"the tables fit under no plan for {topology.world_size} ranks with {room / 2**30:.1f} GiB"
         f"{host if topology.on_gpu else ''} each; the largest is tables.{largest} with "
