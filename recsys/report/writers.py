@@ -181,9 +181,15 @@ class WeightsAndBiases(Writer):
         key = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
         name, project = config.run.name, config.run.track.project
         self._run = wandb.init(project=project, name=name, id=key, resume="allow", dir=str(run_dir))
+        self._step = self._run.starting_step  # of a run that goes on, behind its last one
 
     def write(self, line: dict[str, Any]) -> None:
-        self._run.log(_scalars(line), step=line["step"])
+        self._log(_scalars(line), line["step"])
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        # W&B drops what comes for a step below its last one, as metrics of the best step do once later ones are logged.
+        self._step = max(step, self._step)
+        self._run.log(values, step=self._step)
 
     def text(self, name: str, text: str) -> None:
         self._run.summary[name] = text
@@ -193,7 +199,7 @@ class WeightsAndBiases(Writer):
         self._run.config.update(read_config(text), allow_val_change=True)
 
     def histogram(self, name: str, step: int, counts: np.ndarray, limits: np.ndarray) -> None:
-        self._run.log({name: self._wandb.Histogram(np_histogram=(counts, limits))}, step=step)
+        self._log({name: self._wandb.Histogram(np_histogram=(counts, limits))}, step)
 
     def close(self) -> None:
         self._run.finish()

@@ -120,13 +120,14 @@ class Wandb(SimpleNamespace):
     """What is called of the package."""
 
     def init(self, **given: Any) -> "Wandb":
-        self.given, self.summary, self.logged, self.finished = given, {}, [], False
+        self.given, self.summary, self.logged, self.finished, self.starting_step = given, {}, [], False, 0
         self.settings: dict[str, Any] = {}
         self.config = SimpleNamespace(update=lambda values, allow_val_change: self.settings.update(values))
         return self
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        self.logged.append((step, values))
+        if all(step >= earlier for earlier, _ in self.logged):  # else W&B leaves it out
+            self.logged.append((step, values))
 
     def finish(self) -> None:
         self.finished = True
@@ -161,12 +162,14 @@ def test_wandb_and_mlflow_get_the_same_figures(tmp_path: Path, monkeypatch: pyte
     opened = open_writers(config, tmp_path, 0, "the plan")
     opened.write(LINE)
     opened.log("valid", {"step": 10, "recall@20": 0.5})
+    opened.log("test", {"step": 5, "recall@20": 0.25})  # of the best step
     opened.close()
     assert wandb.logged == [
         (10, {"train/loss": 0.5, "train/losses/a": 0.25, "train/rows": 7}),
         (10, {"valid/recall@20": 0.5}),
+        (10, {"test/recall@20": 0.25}),
     ]
-    assert [step for step, _ in mlflow.logged] == [10, 10] and mlflow.logged[1][1] == {"valid/recall_20": 0.5}
+    assert [step for step, _ in mlflow.logged] == [10, 10, 5] and mlflow.logged[1][1] == {"valid/recall_20": 0.5}
     assert wandb.summary["plan"] == mlflow.texts["plan.txt"] == "the plan" and "epochs: 5" in wandb.summary["config"]
     assert wandb.given["project"] == "p" and wandb.finished and mlflow.experiment == "p ended"
     assert wandb.settings["train"]["epochs"] == mlflow.params["train.epochs"] == 5
