@@ -131,11 +131,11 @@ class Inputs:
 
     def item_shares(self) -> tuple[np.ndarray, np.ndarray]:
         """Return of all items the table rows, int64 [items], and their shares of what is drawn, float64 [items]."""
-        needs = self.config.model.needs()
-        assert self.corpus is not None and needs.item_id is not None
-        rows = convert_ids(self.corpus, self.id_column(needs.item_id), np.dtype(np.int64)).values
-        counts = None if self.facts is None else self.facts.row_counts.get(needs.item_id)
-        weights = np.ones(len(rows)) if counts is None else np.maximum(counts[rows], 1.0) ** needs.sampling_power
+        model = self.config.model
+        rows = convert_ids(self.corpus, self.id_column(model.item_id), np.dtype(np.int64)).values
+        items_of_row = np.bincount(rows)  # which share its count
+        counts = items_of_row if self.facts is None else self.facts.row_counts.get(model.item_id, items_of_row)
+        weights = np.maximum(counts[rows] / items_of_row[rows], 1.0) ** model.needs().sampling_power
         return rows, weights / weights.sum()
 
     def spec(self, role: str) -> BatchSpec:

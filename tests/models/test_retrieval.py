@@ -98,6 +98,17 @@ def test_items_are_drawn_by_their_counts(config: Path) -> None:
     assert not np.array_equal(batches[0][0], batches[1][0])
 
 
+def test_items_that_share_a_row_share_its_count(config: Path) -> None:
+    """Else a row would be drawn by its count times its items, as that of all rare ids of a vocabulary."""
+    options = "model.sampled_negatives=16", "model.sampling_power=1", "tables.item.num_embeddings=9"
+    with open_world() as world:
+        inputs = open_inputs(load_config(config, options), world)
+        counts = np.array([0, *range(100, 900, 100)])
+        inputs.facts = Facts(row_counts={"item": counts})
+        drawn = np.bincount(*inputs.item_shares(), 9)
+    np.testing.assert_allclose(drawn, counts / counts.sum(), rtol=1e-12)
+
+
 def test_shares_are_those_of_rows_and_of_what_is_drawn(config: Path) -> None:
     with open_world() as world:
         inputs = open_inputs(load_config(config, ["model.sampled_negatives=16"]), world)
