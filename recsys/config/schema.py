@@ -145,8 +145,8 @@ class TableOptimizerConfig:
     learning_rate: float = bounded(0.05, 0, LARGE)  # of sgd: grows with train.global_batch_size, see above
     eps: float = bounded(1e-8, 1e-30, LARGE)  # of all but sgd; 0 / 0 would be the step of a row without gradient
     l1: float = bounded(0.0, 0, LARGE)  # of ftrl: elements whose gradients add up to no more are exactly 0
-    beta1: float = bounded(0.9, 0, 1)  # of adam and lamb
-    beta2: float = bounded(0.999, 0, 1)  # likewise
+    beta1: float = bounded(0.9, 0, below=1)  # of adam and lamb
+    beta2: float = bounded(0.999, 0, below=1)  # likewise
     weight_decay: float = bounded(0.0, 0, LARGE)  # on GPUs, not of sgd, adagrad and ftrl; times the rate, as AdamW's
     state_dtype: StateType = StateType.FP32  # BF16: of partial_rowwise_adam, its first moment
     allow_column_split: bool = False  # of row-wise optimizers: what is learned then depends on the plan

@@ -283,3 +283,10 @@ def test_momentum_goes_on_from_a_step_that_the_device_leaves_out(left_out):
         assert torch.equal(one, another)
         assert own.state[one].keys() == theirs.state[another].keys() == {"momentum_buffer"}
         assert torch.equal(own.state[one]["momentum_buffer"], theirs.state[another]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("beta", ["beta1", "beta2"])
+def test_averages_that_never_take_a_gradient_are_refused(beta: str) -> None:
+    """The correction of Adam's averages divides by 1 - beta ** updates."""
+    with pytest.raises(UserError, match=f"'optimizer.tables.{beta}' must be below 1, found 1.0"):
+        load_config("configs/dlrm_sample.yaml", [f"optimizer.tables.{beta}=1"])
