@@ -3,7 +3,6 @@
 Rank 0 alone imports the last three, and only those that the config asks for.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -177,10 +176,11 @@ class WeightsAndBiases(Writer):
     def __init__(self, config: Config, run_dir: Path, step: int) -> None:
         import wandb
 
-        self._wandb = wandb
-        key = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
-        name, project = config.run.name, config.run.track.project
-        self._run = wandb.init(project=project, name=name, id=key, resume="allow", dir=str(run_dir))
+        self._wandb, file = wandb, run_dir / "wandb.json"
+        name, project, earlier = config.run.name, config.run.track.project, _earlier_run(file, step)
+        resume = "allow" if earlier else None
+        self._run = wandb.init(project=project, name=name, id=earlier, resume=resume, dir=str(run_dir))
+        replace_file(file, json.dumps({"run_id": self._run.id}))
         self._step = self._run.starting_step  # of a run that goes on, behind its last one
 
     def write(self, line: dict[str, Any]) -> None:
@@ -213,7 +213,7 @@ class Mlflow(Writer):
 
         self._mlflow, file = mlflow, run_dir / "mlflow.json"
         mlflow.set_experiment(config.run.track.project)
-        self._earlier = json.loads(file.read_text())["run_id"] if step and file.exists() else None
+        self._earlier = _earlier_run(file, step)
         run = mlflow.start_run(run_id=self._earlier, run_name=config.run.name)
         replace_file(file, json.dumps({"run_id": run.info.run_id}))
 
@@ -230,6 +230,11 @@ class Mlflow(Writer):
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def _earlier_run(file: Path, step: int) -> str | None:
+    """Return a tracker's id of this run, which its earlier start has written to a file; None if it begins now."""
+    return json.loads(file.read_text())["run_id"] if step and file.exists() else None
 
 
 def _named_for_mlflow(values: dict[str, Any]) -> dict[str, Any]:

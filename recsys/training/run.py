@@ -47,7 +47,7 @@ from recsys.training.trainer import Trainer
 
 _WRITTEN = (
     *("config.yaml", "plan.json", "loaded.json", "metrics.jsonl", "result.json", "memory", "checkpoints", "logs"),
-    *(PAGE, TENSORBOARD, "mlflow.json", FACTS, FOOTERS, "bad_steps", "evaluations", "profile"),
+    *(PAGE, TENSORBOARD, "mlflow.json", "wandb.json", FACTS, FOOTERS, "bad_steps", "evaluations", "profile"),
 )
 MARKER = ".recsys-run"
 _RUN_DIR = "run_dir"  # key of the run directory in the launch's store,

@@ -122,6 +122,7 @@ class Wandb(SimpleNamespace):
     def init(self, **given: Any) -> "Wandb":
         self.given, self.summary, self.logged, self.finished, self.starting_step = given, {}, [], False, 0
         self.settings: dict[str, Any] = {}
+        self.id = given["id"] or "w1"
         self.config = SimpleNamespace(update=lambda values, allow_val_change: self.settings.update(values))
         return self
 
@@ -174,8 +175,11 @@ def test_wandb_and_mlflow_get_the_same_figures(tmp_path: Path, monkeypatch: pyte
     assert wandb.given["project"] == "p" and wandb.finished and mlflow.experiment == "p ended"
     assert wandb.settings["train"]["epochs"] == mlflow.params["train.epochs"] == 5
     open_writers(config, tmp_path, 10, "").close()
+    assert wandb.given["id"] == "w1" and wandb.given["resume"] == "allow"
     assert mlflow.asked == "r1" and not mlflow.params  # the same run goes on, whose parameters cannot be changed
     assert wandb.settings["train"]["epochs"] == 5
+    open_writers(config, tmp_path, 0, "").close()  # another run in the same folder, as after run.overwrite
+    assert wandb.given["id"] is wandb.given["resume"] is mlflow.asked is None
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
