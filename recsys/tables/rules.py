@@ -65,7 +65,8 @@ def adam(rows: Touched) -> torch.Tensor:
 def ftrl(rows: Touched) -> torch.Tensor:
     """Follow the regularised leader: FTRL-Proximal (McMahan et al. 2013, "Ad click prediction").
 
-    `linear` is the paper's z times the learning rate, so that a schedule scales gradients and `l1`, not weights.
+    `linear` is the paper's z times the learning rate, so that a schedule scales gradients, not weights. `l1` it leaves
+    alone: a threshold that fell with it would let elements of 0 go, and there would be none at the end of a schedule.
     Without `l1` this is adagrad; with it, elements whose gradients do not add up to enough are exactly 0.
     """
     (linear, squares), weights = rows.state, rows.weights.float()
@@ -75,7 +76,7 @@ def ftrl(rows: Touched) -> torch.Tensor:
     # The paper begins with weights of 0; here the first gradient is taken at the initial weight, eps included.
     pull = root - before + rows.settings.eps * (before == 0)
     linear += torch.where(root > 0, rows.gradient * rows.rate - pull * weights, 0)
-    threshold = rows.rate * rows.settings.l1
+    threshold = rows.settings.learning_rate * rows.settings.l1
     trained = (linear.clamp(-threshold, threshold) - linear) / (root + rows.settings.eps)
     return torch.where(root > 0, trained, weights)
 

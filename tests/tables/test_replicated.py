@@ -21,20 +21,26 @@ def trained(
     dtype: torch.dtype,
     at_once: int = ROWS * DIM,
     steps: tuple[int, ...] = (ROWS, ROWS, ROWS),
+    decay: float = 0.9,
 ) -> list[torch.Tensor]:
-    """Return the weights and states after steps that look up the first so many rows alone."""
+    """Return the weights and states after steps that look up the first so many rows alone.
+
+    Args:
+        decay: of the learning rate after each step.
+    """
     monkeypatch.setattr(torch_update, "_ELEMENTS_AT_ONCE", {"cpu": at_once})
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)  # of one rank
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(ROWS, DIM, generator=generator).to(dtype)
-    settings = TableOptimizerConfig(name=optimizer, l1=0.5 if optimizer is TableOptimizer.ftrl else 0)
+    l1 = 5.0 if optimizer is TableOptimizer.ftrl else 0.0
+    settings = TableOptimizerConfig(name=optimizer, learning_rate=0.1, l1=l1)
     table = TorchTable("t", weights, settings, features=["f"], learning_rate=0.1)
     for rows in steps:
         ids = torch.randint(0, rows, (50,), generator=generator)
         batch = KeyedJaggedTensor.from_lengths_sync(["f"], ids, torch.full((25,), 2, dtype=torch.int32))
         ReplicatedTables([table]).update(batch, {"f": torch.randn(25, DIM, generator=generator)})
         table.num_updates += 1
-        table.learning_rate *= 0.9
+        table.learning_rate *= decay
     return [weights, *table.state]
 
 
@@ -56,3 +62,14 @@ def test_rows_that_are_not_looked_up_stay(optimizer: TableOptimizer, monkeypatch
     after = trained(monkeypatch, optimizer, torch.float32, steps=(ROWS, ROWS, 5))
     for old, new in zip(before, after, strict=True):
         assert torch.equal(new[5:], old[5:]) and not torch.equal(new[:5], old[:5])
+
+
+@pytest.mark.parametrize("optimizer", IN_TORCH, ids=lambda o: o.name)
+def test_a_learning_rate_of_0_moves_nothing(optimizer: TableOptimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a schedule, elements of FTRL that are 0 stay so; a row's first lookup is what may make them 0."""
+    first, before, after = (
+        trained(monkeypatch, optimizer, torch.float32, steps=(ROWS,) * steps, decay=0)[0] for steps in (0, 1, 3)
+    )
+    known = (before != first).any(dim=1)
+    torch.testing.assert_close(after[known], before[known], rtol=1e-5, atol=0)
+    assert bool((after[known] == 0).any()) == (optimizer is TableOptimizer.ftrl)
