@@ -184,7 +184,9 @@ def _inherited(config: Config, source: Source, tables: Iterable[str]) -> Facts:
     floats, marker = with_figures(config), source.marker
     if source.init is not None:
         here, there = meaning(config), marker.meaning
-        changed = {key.split(".")[1] for key in {**here, **there} if "." in key and here.get(key) != there.get(key)}
+        differing = [key for key in {**here, **there} if here.get(key) != there.get(key)]
+        # Of features alone: a table, a layer or an optimizer may have a feature's name.
+        changed = {key.split(".")[1] for key in differing if key.startswith("features.")}
         floats = [name for name in floats if name not in changed and source.init.dense is not Take.none]
         saved = [table for table in tables if vocabulary_file(table) in marker.facts]
         tables = saved if source.init.tables is not Take.none else []

@@ -145,6 +145,18 @@ def test_figures_go_with_the_dense_part(world: World, tmp_path: Path) -> None:
     assert logs.mean < 6 and logs.raw_mean == here.raw_mean
 
 
+def test_figures_stay_where_something_else_of_a_features_name_has_changed(world: World, tmp_path: Path) -> None:
+    """Here the table `price` has another type, and the key `optimizer.dense.name` another value."""
+    data = [f"data.train={write_day(tmp_path / f'd{i}', np.arange(20), i)}" for i in range(2)]
+    named = ("features.dense={type: float, column: price, standardise: true}",)
+    named += ("features.copy={table: price, column: item}", "tables.price={num_embeddings: 100, embedding_dim: 8}")
+    first = Day(tmp_path / "a", world, data[0], *named).save()
+    changes = ("tables.price.data_type=FP16", "train.init.convert_tables=true")
+    changes += ("optimizer.dense.name=adagrad", "train.init.optimizers=matching")
+    second = Day(tmp_path / "b", world, data[1], *named, *changes, source=first)
+    assert second.inputs.facts.floats == first.inputs.facts.floats
+
+
 def test_facts_that_were_swapped_are_refused(world: World, tmp_path: Path) -> None:
     data = f"data.train={write_day(tmp_path / 'd', np.arange(20), 1)}"
     first = Day(tmp_path / "a", world, data).save()
