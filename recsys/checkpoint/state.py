@@ -36,7 +36,8 @@ class TrainState:
         loss_scale, loss_scale_good_steps: as of `LossScale`; None and 0 of a run that does not compute in FP16.
         epoch_rows: for each epoch begun, the rows trained, those left out as bad, and those of bad steps, as counted
             in the batches.
-        fingerprints: of the files of data.train, and of those that early stopping compares by.
+        fingerprints: of the files of data.train, of those that early stopping compares by, and of those that negatives
+            are drawn from.
         rate_factor: factor of the learning rates by a plateau schedule; other schedules do not read it.
         evaluated_step: of the last evaluation on data.valid; best_metric, best_step, bad_evaluations: early stopping.
         window: sum and number of losses since the last line of metrics.jsonl, by "" and, with several tasks, by task.

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from recsys.checkpoint import Source, TableRows, TrainState, footers_of, import_table, load_tensors
-from recsys.config import Autocast, as_value
+from recsys.config import Autocast, Config, as_value
 from recsys.data.checks import has_text_ids
 from recsys.data.footer_cache import changed_files
 from recsys.data.inputs import Inputs
@@ -24,16 +24,16 @@ def check_files(inputs: Inputs, source: Source) -> None:
         UserError: names the data set, and what has changed.
     """
     config, path, fingerprints = inputs.config, source.path, _fingerprints(inputs)
+    uses = _uses(config)
     for role, fingerprint in source.marker.state.fingerprints.items():
-        if fingerprints.get(role) != fingerprint:
+        if role in uses and fingerprints.get(role) != fingerprint:
             footers, all_rows = footers_of(path) / f"{role}.footers", config.data.max_rows is None
             changes = changed_files(footers, inputs.datasets[role], all_rows) if role in inputs.datasets else ""
             instead = f"train.init_from={shlex.quote(as_value(path))}"
-            what = "position in them" if role == "train" else f"best {config.train.early_stop.metric}"
             raise UserError(
                 f"the files of data.{role} are not those that checkpoint '{path}' was trained with{changes}, so "
-                f"its {what} means nothing; name those by data.{role}, start a new run with {instead}, or begin this "
-                f"one anew by run.overwrite=true without run.resume"
+                f"its {uses[role]} means nothing; name those by data.{role}, start a new run with {instead}, or begin "
+                f"this one anew by run.overwrite=true without run.resume"
             )
 
 
@@ -88,9 +88,17 @@ def _warn_unfinished(run_dir: Path, source: Source) -> None:
 
 
 def _fingerprints(inputs: Inputs) -> dict[str, str]:
-    """Return fingerprints of the data that the position, and the best metric of early stopping, refer to."""
-    roles = ("train", "valid", "items") if inputs.config.train.early_stop.metric else ("train",)
-    return {role: dataset.fingerprint for role, dataset in inputs.datasets.items() if role in roles}
+    """Return fingerprints of the data that a state refers to."""
+    uses = _uses(inputs.config)
+    return {role: dataset.fingerprint for role, dataset in inputs.datasets.items() if role in uses}
+
+
+def _uses(config: Config) -> dict[str, str]:
+    """Return by role of data what of a state refers to its files, so that other files would change the run."""
+    drawn = {"items": "sequence of drawn items"} if config.model.needs().sampled_items else {}
+    metric = config.train.early_stop.metric
+    compared = {} if metric is None else dict.fromkeys(("valid", "items"), f"best {metric}")
+    return {"train": "position in them", **drawn, **compared}
 
 
 def _import_tables(inputs: Inputs, built: Built) -> dict[str, int]:

@@ -15,13 +15,14 @@ import torch
 from checkpoints import load_tables
 from days import CONFIG, GROW, Day, write_day
 from launch import fork_train
+from retrieval import write_retrieval
 
 from recsys.checkpoint import Checkpoints, Source, TrainState
 from recsys.checkpoint.load import _moved
 from recsys.checkpoint.tensor_files import Entry, LocalShard, LocalTensor
 from recsys.config import load_config
 from recsys.config.schema import Device
-from recsys.data.inputs import open_inputs
+from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError
 from recsys.runtime.world import World, open_world
 from recsys.tables.spec import fill_initial
@@ -219,6 +220,34 @@ def test_the_best_metric_is_of_the_same_data(world: World, tmp_path: Path) -> No
     write_day(valid, np.arange(20), 3)
     with pytest.raises(UserError, match=r"data.valid are not those .* so its best auc means nothing"):
         state(*stop)
+
+
+def test_items_are_drawn_from_the_same_data(world: World, tmp_path: Path) -> None:
+    """Of a model that draws no items, data.items may change: they are only evaluated on."""
+    given = write_retrieval(tmp_path)
+    items = pq.read_table(tmp_path / "items.parquet")
+
+    def inputs(drawn: int) -> Inputs:
+        return open_inputs(load_config(given, [f"model.sampled_negatives={drawn}"]), world)
+
+    for drawn, later in ((0, 0), (16, 0), (16, 16)):
+        pq.write_table(items, tmp_path / "items.parquet", row_group_size=37)
+        folder, first = tmp_path / f"{drawn}-{later}", inputs(drawn)
+        folder.mkdir()
+        built, checkpoints = build_model(learn_facts(first, folder)), Checkpoints(folder, world, 1)
+        checkpoints.save(built.tensors, start_training(first, built, None, folder))
+        found = checkpoints.newest_valid()
+        assert found is not None
+        source = Source(*found, None)
+        check_files(inputs(later), source)
+        pq.write_table(items.slice(1), tmp_path / "items.parquet", row_group_size=37)
+        if not later:
+            check_files(inputs(later), source)
+            continue
+        with pytest.raises(
+            UserError, match=r"data.items are not those .* so its sequence of drawn items means nothing"
+        ):
+            check_files(inputs(later), source)
 
 
 def test_a_file_that_changed_is_told(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
