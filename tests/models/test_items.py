@@ -115,7 +115,7 @@ def test_of_equal_scores_the_first_comes_first(k: int) -> None:
 
 
 def test_rows_that_fill_a_batch_are_not_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are alike, so that all their items tie: 100 users in batches of 8,192 took 6 s, and now .5."""
+    """They are alike, so that all their items tie: an evaluation of 100 users in batches of 8,192 took 6 s, and now .5."""
     items, users = (torch.randn(n, DIM, generator=torch.Generator().manual_seed(n)) for n in (50, 9))
     users[[0, 3, 4, 8]] = 0
     batch = some_batch({"seen": [[number, number + 20] if users[number].any() else [] for number in range(9)]})
