@@ -57,28 +57,9 @@ class ItemVectors:
         return best
 
     def _best_of_all(self, users: torch.Tensor, k: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores and positions of the best items of this rank's users among those of all ranks; rows that fill
-        the batch have scores of -inf."""
-        # Rows that fill a batch may be nearly all of it, and are alike: their items tie, which takes longest.
-        asking, keys = batch.weights > 0, [] if batch.lists is None else batch.lists.keys()
-        numbers, lists = asking.cumsum(0) - 1, {}
-        for key in ("candidates", "seen"):
-            if key in keys:
-                row, place = pairs_of(batch, key)
-                lists[key] = torch.stack([numbers[row], place], dim=1)[asking[row]]
-        scores = users.new_full((len(users), k), -torch.inf)
-        positions = torch.zeros(len(users), k, dtype=torch.int64, device=users.device)
-        scores[asking], positions[asking] = self._best_of_ranks(users[asking], k, lists)
-        return scores, positions
-
-    def _best_of_ranks(
-        self, users: torch.Tensor, k: int, lists: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores and positions of the best items of all ranks for this rank's users, [users, k]; collective.
-
-        Args:
-            lists: as of `_best_of_own`.
-        """
+        """Return scores and positions of the best items of this rank's users among those of all ranks."""
+        keys = [] if batch.lists is None else batch.lists.keys()
+        lists = {key: torch.stack(pairs_of(batch, key), dim=1) for key in ("candidates", "seen") if key in keys}
         if self._world.world_size == 1:
             return self._best_of_own(users, k, lists)
         # Users are sent to the items, which are more: each rank returns its best items for the users of all ranks.
@@ -90,7 +71,7 @@ class ItemVectors:
             sent = torch.stack([_filled(of_rank, most) for of_rank in of_ranks_users])
             answer = torch.empty_like(sent)
             dist.all_to_all_single(answer, sent)
-            answers.append(answer.transpose(0, 1).reshape(most, self._world.world_size * k)[: len(users)])
+            answers.append(answer.transpose(0, 1).reshape(most, -1)[: len(users)])
         positions, order = answers[1].sort(dim=1)
         scores, places = _best(answers[0].gather(1, order), k)
         return scores, positions.gather(1, places)

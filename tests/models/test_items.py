@@ -29,7 +29,7 @@ def some_batch(lists: dict[str, list[list[int]]]) -> Any:
         values=torch.tensor([item for row in rows for item in row], dtype=torch.int64),
         lengths=torch.tensor([len(row) for row in rows], dtype=torch.int32),
     )
-    return SimpleNamespace(lists=jagged, weights=torch.ones(len(rows) // len(lists)))
+    return SimpleNamespace(lists=jagged)
 
 
 CASES = [(k, keys) for k in (7, 60) for keys in (["seen"], ["candidates", "seen"])]
@@ -78,7 +78,7 @@ if __name__ == "__main__":
 def test_threads_that_ask_at_once_get_their_own_users_best() -> None:
     """Another asks wherever the first one has noted something."""
     items, users, others = (torch.randn(n, DIM, generator=torch.Generator().manual_seed(n)) for n in (50, 20, 21))
-    batches = {n: SimpleNamespace(lists=None, weights=torch.ones(n)) for n in (20, 21)}
+    batch = SimpleNamespace(lists=None)
 
     class Interrupted(ItemVectors):
         is_asked = False
@@ -91,7 +91,7 @@ def test_threads_that_ask_at_once_get_their_own_users_best() -> None:
 
     def assert_best(vectors: ItemVectors, asking: torch.Tensor) -> None:
         for _ in range(2):  # the second time as slices of a batch do
-            assert torch.equal(vectors.best(asking, 3, batches[len(asking)])[1], (asking @ items.T).topk(3).indices)
+            assert torch.equal(vectors.best(asking, 3, batch)[1], (asking @ items.T).topk(3).indices)
 
     with open_world(Device.cpu) as world:
         vectors = Interrupted(items, torch.arange(50), 50, world)
@@ -112,27 +112,3 @@ def test_of_equal_scores_the_first_comes_first(k: int) -> None:
     assert torch.equal(places[known], order.indices[:, :k][known])
     for row, best in zip(scores.numpy(), places, strict=True):
         assert best_places(row, k).tolist() == [place for place in best.tolist() if row[place] > -np.inf]
-
-
-def test_rows_that_fill_a_batch_are_not_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are alike, so that all their items tie: an evaluation of 100 users in batches of 8,192 took 6 s, and now .5."""
-    items, users = (torch.randn(n, DIM, generator=torch.Generator().manual_seed(n)) for n in (50, 9))
-    users[[0, 3, 4, 8]] = 0
-    batch = some_batch({"seen": [[number, number + 20] if users[number].any() else [] for number in range(9)]})
-    batch.weights = users.any(1).float()
-    ranked: list[int] = []
-    original = ItemVectors._best_of_own
-
-    def counted(self: ItemVectors, asking: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        ranked.append(len(asking))
-        return original(self, asking, *arguments)
-
-    monkeypatch.setattr(ItemVectors, "_best_of_own", counted)
-    with open_world(Device.cpu) as world:
-        scores, positions = ItemVectors(items, torch.arange(50), 50, world).best(users, 3, batch)
-    expected = users @ items.T
-    for number in range(9):
-        expected[number, [number, number + 20]] = -torch.inf
-    assert ranked == [5] and (scores[batch.weights == 0] == -torch.inf).all()
-    known = batch.weights > 0
-    assert torch.equal(positions[known], expected.topk(3).indices[known])
