@@ -68,6 +68,15 @@ class DataFacts:
         """Return the facts with `most_ids` in place of `mean_ids`, if they are known."""
         return replace(self, mean_ids=self.most_ids or self.mean_ids)
 
+    def evaluated_ids(self, batch_rows: int) -> tuple[Mapping[str, float], ...]:
+        """Return `eval_ids` of a row of a batch of so many rows, of which a small data set leaves some without ids."""
+        scored = max((rows for role, rows in self.eval_rows.items() if role != "items"), default=batch_rows)
+        sizes = scored, self.eval_rows.get("items", batch_rows)
+        return tuple(
+            {name: mean * min(1, rows / batch_rows) for name, mean in means.items()}
+            for means, rows in zip(self.eval_ids, sizes, strict=False)
+        )
+
     def batch_bytes(self, config: Config, rows: int, means: Mapping[str, float]) -> int:
         """Return the bytes of a batch whose rows have `means` ids of each feature."""
         weighted = any(feature.weights is not None for feature in config.features.values())

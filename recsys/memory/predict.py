@@ -32,8 +32,7 @@ _MODULES_BYTES = 8 << 20  # of all of them, at most: 200 tables took 11 MiB, and
 # Of processes that decode: the one that forks them, by whether torch is built for CUDA, and each of them.
 _FORKING_BYTES, _FORKED_BYTES = {False: 176 << 20, True: 301 << 20}, 46 << 20
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
-# of Computer Programming, 2.5), or somewhat more, as random runs have shown. Those of steps lie in the training
-# thread's heap.
+# of Computer Programming, 2.5), or somewhat more in random runs. Those of steps lie in the training thread's heap.
 _HOLES = 0.8
 _GLOO_THREADS = 2  # of a group
 # Of a distinct id: counted; and while those of one table are merged, sorted and chosen (measured: 120 to 150).
@@ -202,8 +201,9 @@ class _Rank:
 
     def _evaluated_batches(self, queued: int) -> tuple[int, int]:
         """Return how many batches of an evaluation are there at once, `queued` or all of them, and the bytes of one."""
-        sizes = (self._data.batch_bytes(self._config, self._eval_rows, means) for means in self._data.eval_ids)
-        return min(queued, -(-max(self._data.eval_rows.values()) // self._eval_rows)), max(sizes)
+        rows = self._eval_rows
+        sizes = (self._data.batch_bytes(self._config, rows, means) for means in self._data.evaluated_ids(rows))
+        return min(queued, -(-max(self._data.eval_rows.values()) // rows)), max(sizes)
 
     def _init(self) -> tuple[Bytes, Bytes]:
         elements = max((shard.size[0] * shard.size[1] for shard in self._shards), default=0)
@@ -303,7 +303,7 @@ class _Rank:
 
     def _evaluation(self) -> tuple[Bytes, Bytes]:
         rows = max(self._data.eval_rows.values(), default=0)
-        kinds = zip(self._data.eval_ids, self._dense.eval_bytes, strict=True)
+        kinds = zip(self._data.evaluated_ids(self._eval_rows), self._dense.eval_bytes, strict=True)
         in_steps = max((self._in_evaluation(*kind) for kind in kinds), key=lambda sizes: sum(sizes.values()))
         loader = self._loader(in_evaluation=True)
         later = self._decoding.eval_later + sum(in_steps.values())

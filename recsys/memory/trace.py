@@ -54,7 +54,7 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
             step.dense.offload = partial(_Counted, sizes=offloaded)
         step_bytes, heap_bytes = _step_bytes(config, data.of_large_batches(), step, rows, device)
         evaluated = evaluated_rows(config, dist.get_world_size(), rows)
-        of_batches = [replace(data, mean_ids=means) for means in data.eval_ids]
+        of_batches = [replace(data, mean_ids=means) for means in data.evaluated_ids(evaluated)]
         traces = [_traced(config, facts, step.eval(), evaluated, (0, evaluated), device) for facts in of_batches]
         return DenseFacts(
             **predict_dense(step.dense, config, dist.get_world_size()),

@@ -110,6 +110,15 @@ def test_few_windows_are_cut_elsewhere_in_other_epochs(tmp_path: Path, monkeypat
     assert once <= facts_of(tmp_path, 4300, **settings).window_bytes < found <= 2 * once
 
 
+def test_small_data_leave_rows_of_an_evaluated_batch_without_ids() -> None:
+    """Of a batch of users and one of items; where the data set has more rows than a batch, all have ids."""
+    means = ({"user": 1.0, "history": 30.0, "item": 0.0}, {"user": 0.0, "history": 0.0, "item": 1.0})
+    facts = DataFacts({}, 4, 0, (), {"valid": 100, "test": 250, "items": 2000}, "", eval_ids=means)
+    assert facts.evaluated_ids(200) == means
+    assert facts.evaluated_ids(1000) == ({"user": 0.25, "history": 7.5, "item": 0.0}, means[1])
+    assert facts.evaluated_ids(4000)[1]["item"] == 0.5
+
+
 def sample_of(folder: Path, feature: str) -> tuple[Sample, pa.Table]:
     """Return the first rows as predictions take them, and all rows as they are decoded."""
     content = {
