@@ -91,7 +91,7 @@ class DataConfig:
     shuffle: bool = True  # false: rows come in the order of the files
     # A step takes rows of each; no row is decoded twice if it is a multiple of the ranks.
     num_streams: int = bounded(8, 1, 2**20)
-    # Rows of a stream shuffled together, in MiB as held in memory; two are held for each stream.
+    # Rows of a stream shuffled together, in MiB as held in memory; of each two are held, or all that a batch takes.
     window_mib: int = bounded(64, 1, 2**20)
     drop_last: bool = False  # leave out the rows of data.train that do not fill the last batch of an epoch
     num_threads: int | None = bounded(None, 0, 1024)  # that decode; 0: in the training thread; default: 2, or by cores

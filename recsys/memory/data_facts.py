@@ -82,7 +82,7 @@ def _most_ids(inputs: Inputs, sample: Sample, held: int) -> dict[str, float]:
     """Return as `_mean_ids` those of the largest batches, where windows hold so many rows at once."""
     config, world_size = inputs.config, inputs.world.world_size
     streams = streams_of_a_rank(config, world_size)
-    at_once = max(streams, held / _windows_at_once(inputs, streams) / sample.group_rows)  # without the next windows
+    at_once = max(streams, held / (1 + _windows_ahead(inputs, streams)) / sample.group_rows)  # without the next windows
     return _mean_ids(config, sample.most_ids(rank_rows(config, world_size), at_once), world_size)
 
 
@@ -161,19 +161,25 @@ def _num_threads(inputs: Inputs) -> int:
     return decoding_threads(inputs.config.data.num_threads, inputs.world.device, inputs.world.local_world_size)
 
 
-def _windows_at_once(inputs: Inputs, num_streams: int) -> int:
-    """Return how many windows of a stream there are: the one that rows are taken from, and the next ones."""
-    return 1 + windows_ahead(_num_threads(inputs), num_streams)
+def _windows_ahead(inputs: Inputs, num_streams: int) -> int:
+    return windows_ahead(_num_threads(inputs), num_streams)
 
 
 def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
-    """Return the most rows of windows that a loader's streams hold at once, and those of the largest window."""
+    """Return the most rows of windows that a loader's streams hold at once, and those of the largest window.
+
+    Of a stream there are those that a batch takes rows from, more than one where they are small, and the next ones.
+    """
     held, largest, loader = 0, 0, inputs.loader(role)
-    epochs, streams = inputs.config.train.epochs if role == "train" else 1, loader.window_rows()
+    epochs, of_epoch = inputs.config.train.epochs if role == "train" else 1, loader.window_rows()
+    streams = of_epoch
     if epochs > 1 and max(map(len, streams), default=0) < _FEW_WINDOWS:  # then other epochs cut them elsewhere
         streams = loader.window_rows(min(epochs, _EPOCHS_SEEN))
-    at_once = _windows_at_once(inputs, len(streams))
-    for rows in filter(None, streams):  # of few rows, some streams have none
+    ahead, of_batch = _windows_ahead(inputs, len(streams)), loader.batch_size / max(1, len(streams))
+    for rows, first in zip(streams, of_epoch, strict=True):
+        if not rows:  # of few rows, some streams have none
+            continue
+        at_once = ahead + max(1, min(len(first), math.ceil(of_batch * len(rows) / sum(rows))))
         following = islice(cycle(rows), min(at_once, epochs * len(rows)) - 1) if epochs > 1 else []
         held += int(np.convolve([*rows, *following], np.ones(at_once, int)).max())
         largest = max(largest, *rows)

@@ -110,6 +110,14 @@ def test_few_windows_are_cut_elsewhere_in_other_epochs(tmp_path: Path, monkeypat
     assert once <= facts_of(tmp_path, 4300, **settings).window_bytes < found <= 2 * once
 
 
+def test_a_batch_holds_all_windows_that_its_rows_are_cut_from(tmp_path: Path) -> None:
+    """The windows of the epoch have 1,000, 2,000, 4,000, 8,000 and 15,000 rows."""
+    settings = {"data.num_threads": 0, "data.num_streams": 1, "data.window_mib": 1}
+    sizes = (100, ROWS // 3, ROWS)
+    held = [facts_of(tmp_path, 1000, **settings, **{"train.global_batch_size": n}).window_bytes for n in sizes]
+    assert np.array(held) / held[0] * 15_000 == pytest.approx([15_000, 23_000, ROWS], rel=1e-4)
+
+
 def test_small_data_leave_rows_of_an_evaluated_batch_without_ids() -> None:
     """Of a batch of users and one of items; where the data set has more rows than a batch, all have ids."""
     means = ({"user": 1.0, "history": 30.0, "item": 0.0}, {"user": 0.0, "history": 0.0, "item": 1.0})
