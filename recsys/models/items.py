@@ -44,15 +44,20 @@ class ItemVectors:
     def best(self, users: torch.Tensor, k: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores and positions of the best items of a batch's rows, best first: each [batch, k].
 
-        Items that a row has in `seen`, or not in `candidates` if it has these, have a score of -inf. Of fewer than k
-        items all are returned. Collective if `users` are others than the last time.
+        Items that a row has in `seen`, or not in `candidates` if it has these, have a score of -inf, as have all items
+        of a row of weight 0. Of fewer than k items all are returned. Collective if `users` are others than the last
+        time.
 
         Args:
             users: of the batch, [batch, dim].
         """
         last_users, best = self._last
         if users is not last_users:  # slices of a batch ask for the same
-            best = self._best_of_all(users, min(k, self._num_items), batch)
+            # All items tie for rows that fill up the batch, and breaking ties takes ten times as long as the rest. NaN
+            # ties with nothing. The product keeps its shape, since others round otherwise.
+            uncounted = (batch.weights == 0)[:, None]
+            scores, places = self._best_of_all(users.masked_fill(uncounted, torch.nan), min(k, self._num_items), batch)
+            best = scores.masked_fill(uncounted, -torch.inf), places
             self._last = users, best
         return best
 

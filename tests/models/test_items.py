@@ -29,7 +29,7 @@ def some_batch(lists: dict[str, list[list[int]]]) -> Any:
         values=torch.tensor([item for row in rows for item in row], dtype=torch.int64),
         lengths=torch.tensor([len(row) for row in rows], dtype=torch.int32),
     )
-    return SimpleNamespace(lists=jagged)
+    return SimpleNamespace(lists=jagged, weights=torch.ones(len(rows) // len(lists)))
 
 
 CASES = [(k, keys) for k in (7, 60) for keys in (["seen"], ["candidates", "seen"])]
@@ -78,7 +78,7 @@ if __name__ == "__main__":
 def test_threads_that_ask_at_once_get_their_own_users_best() -> None:
     """Another asks wherever the first one has noted something."""
     items, users, others = (torch.randn(n, DIM, generator=torch.Generator().manual_seed(n)) for n in (50, 20, 21))
-    batch = SimpleNamespace(lists=None)
+    batches = {n: SimpleNamespace(lists=None, weights=torch.ones(n)) for n in (20, 21)}
 
     class Interrupted(ItemVectors):
         is_asked = False
@@ -91,7 +91,7 @@ def test_threads_that_ask_at_once_get_their_own_users_best() -> None:
 
     def assert_best(vectors: ItemVectors, asking: torch.Tensor) -> None:
         for _ in range(2):  # the second time as slices of a batch do
-            assert torch.equal(vectors.best(asking, 3, batch)[1], (asking @ items.T).topk(3).indices)
+            assert torch.equal(vectors.best(asking, 3, batches[len(asking)])[1], (asking @ items.T).topk(3).indices)
 
     with open_world(Device.cpu) as world:
         vectors = Interrupted(items, torch.arange(50), 50, world)
@@ -112,3 +112,18 @@ def test_of_equal_scores_the_first_comes_first(k: int) -> None:
     assert torch.equal(places[known], order.indices[:, :k][known])
     for row, best in zip(scores.numpy(), places, strict=True):
         assert best_places(row, k).tolist() == [place for place in best.tolist() if row[place] > -np.inf]
+
+
+def test_no_ties_are_broken_for_rows_that_fill_up_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation of 100 users in batches of 8,192 took 6 s, nearly all of it for ties of rows without ids."""
+    items, users = (torch.randn(n, DIM, generator=torch.Generator().manual_seed(n)) for n in (50, 9))
+    fill = torch.tensor([True, False, False, True, True, False, False, False, True])
+    users[fill] = 0
+    batch = some_batch({"seen": [[] if is_fill else [number, 20] for number, is_fill in enumerate(fill)]})
+    with open_world(Device.cpu) as world:
+        ranked = ItemVectors(items, torch.arange(50), 50, world).best(users, 7, batch)
+        monkeypatch.setattr(torch.Tensor, "cumsum", None)  # which breaking ties would call
+        batch.weights = (~fill).float()
+        scores, positions = ItemVectors(items, torch.arange(50), 50, world).best(users, 7, batch)
+    assert torch.equal(scores[~fill], ranked[0][~fill]) and torch.equal(positions[~fill], ranked[1][~fill])
+    assert (scores[fill] == -torch.inf).all() and (ranked[0][fill] == 0).all()
