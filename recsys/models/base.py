@@ -102,8 +102,8 @@ class Model(InParts, nn.Module):
         """Return a tensor or tuple of tensors whose first dimension is rows, or in training the ids of their lists.
 
         Args:
-            vectors: by feature [rows, `TableConfig.model_dim`]; for `Needs.sequences` a JaggedTensor, a vector for
-                each id.
+            vectors: by feature, in the order of `DenseInputs.dims`, [rows, `TableConfig.model_dim`]; for
+                `Needs.sequences` a JaggedTensor, a vector for each id.
             floats: [rows, `DenseInputs.floats`].
         """
         raise NotImplementedError

@@ -121,13 +121,12 @@ class Lookup:
     def pooled_by_feature(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the columns of `values`, which are rows of `pooled` or their gradient, by feature."""
         assert self.pooled is not None
-        # The order of features follows the sharding plan; a dict by name does not.
         return dict(zip(self.pooled.keys(), Columns.apply(values, self.pooled.length_per_key()), strict=True))
 
     def vectors(
         self, part: Part, tensors: Sequence[torch.Tensor], averaged: Mapping[str, list[str]], unpooled: Collection[str]
     ) -> Vectors:
-        """Return the vectors of a part by feature, as the model reads them.
+        """Return the vectors of a part by feature, in the order of the config, as the model reads them.
 
         Args:
             tensors: slices of `self.tensors` by the part.
@@ -149,7 +148,8 @@ class Lookup:
             if name not in unpooled:
                 number = reduce(torch.add, (lengths[keys.index(key)] for key in counted))
                 vectors[name] = vectors[name] / number.clamp(min=1)[:, None]
-        return vectors
+        # So far in an order that follows the plan, which a model that reads `vectors.values()` would learn by.
+        return {name: vectors[name] for name in keys}
 
 
 def joined(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

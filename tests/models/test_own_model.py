@@ -14,6 +14,7 @@ import torch
 from launch import ROOT, environment
 from pages import blocks
 from torch import nn
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import Device, LabelConfig, ModelConfig, load_config
 from recsys.errors import UserError
@@ -24,7 +25,7 @@ from recsys.models.base import DenseInputs, Model
 from recsys.models.dropout import RowDropout
 from recsys.runtime.world import open_world
 from recsys.step.build import build_dense_half
-from recsys.step.micro_batches import StepLoss
+from recsys.step.micro_batches import Lookup, StepLoss
 
 CONFIG = """
 data: {{train: {sample}/train, test: {sample}/test, label_column: label, weight_column: weight}}
@@ -64,6 +65,18 @@ def test_it_trains_resumes_and_evaluates(tmp_path: Path) -> None:
     trusted = run(tmp_path, "run1", "--evaluate", "--trust-code")
     assert trusted.returncode == 0, trusted.stderr[-2000:]
     assert json.loads(trusted.stdout.splitlines()[-1])["metrics"]["test"] == metrics(tmp_path / "run1")
+
+
+@pytest.mark.parametrize("plan", [["user", "item", "hour"], ["hour", "user", "item"]])
+def test_vectors_come_in_the_order_of_the_features(plan: list[str]) -> None:
+    """A model may join them by `vectors.values()`, and other plans look features up in another order."""
+    keys, places = ["user", "history", "item", "hour"], {"user": 0.0, "item": 1.0, "hour": 2.0}
+    ids = KeyedJaggedTensor(keys, torch.arange(8), lengths=torch.ones(8, dtype=torch.int64))
+    pooled = KeyedTensor(plan, [1, 1, 1], torch.tensor([[places[name] for name in plan]] * 2))
+    lookup = Lookup(ids, pooled, {"history": JaggedTensor(torch.zeros(2, 1), lengths=torch.tensor([1, 1]))}, {})
+    (part,) = lookup.parts((0, 2), ())
+    vectors = lookup.vectors(part, lookup.rows(part), {}, ["history"])
+    assert list(vectors) == keys and all(vectors[name][0] == place for name, place in places.items())
 
 
 def losses_of(outputs: torch.Tensor | tuple[torch.Tensor, ...], *names: str) -> dict[str, torch.Tensor]:
