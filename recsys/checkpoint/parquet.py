@@ -74,10 +74,10 @@ def _batches(path: Path, entries: Mapping[str, Entry], vocabulary: pa.Array | No
     for start in range(0, num_rows, ROW_GROUP_ROWS):
         stop = min(num_rows, start + ROW_GROUP_ROWS)
         values = {column: to_arrow(read_rows(path, entry, start, stop)) for column, entry in entries.items()}
-        yield pa.table({**_keys(start, stop, num_rows, vocabulary), **values})
+        yield pa.table({**_keys(start, stop, vocabulary), **values})
 
 
-def _keys(start: int, stop: int, num_rows: int, vocabulary: pa.Array | None) -> dict[str, pa.Array]:
+def _keys(start: int, stop: int, vocabulary: pa.Array | None) -> dict[str, pa.Array]:
     rows = np.arange(start, stop)
     if vocabulary is None:
         return {"row": pa.array(rows)}

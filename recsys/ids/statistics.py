@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 _RANGE = 2**64
 _FEWEST_PLACES = 1 << 10
+_MOST_KEPT = 1 << 14  # distinct ids, by default
 _FEW_UNSEEN = 1 << 8
 _COUNTS = ("num_rows", "num_ids", "num_nulls", "num_out_of_vocabulary")
 
 
-def statistics_bytes(num_distinct: float, size: int = 16384) -> int:
+def statistics_bytes(num_distinct: float) -> int:
     """Return about the bytes of an `IdStatistics` that has seen a number of distinct ids."""
-    num_kept = int(min(size, num_distinct))
+    num_kept = int(min(_MOST_KEPT, num_distinct))
     return 8 * (_num_places(num_kept) + 2 * num_kept)
 
 
@@ -42,7 +43,7 @@ class IdStatistics:
         num_out_of_vocabulary: ids mapped that have no row of their own in a vocabulary.
     """
 
-    def __init__(self, size: int = 16384, passes_on: bool = False) -> None:
+    def __init__(self, size: int = _MOST_KEPT, passes_on: bool = False) -> None:
         self.num_rows = self.num_ids = self.num_nulls = self.num_out_of_vocabulary = 0
         self._size = size
         self._limit = _RANGE

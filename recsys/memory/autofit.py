@@ -176,8 +176,8 @@ class Fitter:
         )
         return f"{size} of {available} {'on its GPU' if where == 'device' else 'of host memory'}"
 
-    def holders(self, num: int = 5) -> list[tuple[str, int]]:
-        """Return what takes most at the peak of the fullest rank: tables by name, all else by kind."""
+    def holders(self) -> list[tuple[str, int]]:
+        """Return the five that take most at the peak of the fullest rank: tables by name, all else by kind."""
         ranks = self._ranks(self.config)
         where = self._where(ranks)
         rank = max(ranks, key=lambda memory: memory.peak(where)[0])
@@ -188,7 +188,7 @@ class Fitter:
         }
         others = {kind: size for kind, size in kinds.items() if kind not in ("table_weight", "table_optimizer")}
         sizes = tables | {kind.replace("_", " "): size for kind, size in others.items()}
-        return sorted(sizes.items(), key=lambda pair: -pair[1])[:num]
+        return sorted(sizes.items(), key=lambda pair: -pair[1])[:5]
 
     def process(self) -> tuple[int, int]:
         """Return the bytes that a process takes before it holds tables or batches, and those that it may take."""

@@ -110,7 +110,7 @@ class Timeline:
         self.device_reserved_peak = 0
         self._device, self._start, self._interval = device, time.monotonic(), 0.1
         self.seen_bytes = 0
-        self._highest, self._lock, self._stopped = 0, threading.Lock(), threading.Event()
+        self._lock, self._stopped = threading.Lock(), threading.Event()
         self._phases, self.failed_phase = ["other"], ""
         reset_peak_rss()
         self._begin()
