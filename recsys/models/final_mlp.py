@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from recsys.config import Config, FeatureType, ModelConfig
+from recsys.config import Config, ModelConfig
 from recsys.config.bounds import bounded
+from recsys.config.features import id_features
 from recsys.config.names import one_of
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, mlp
@@ -39,7 +40,7 @@ class FinalMLPConfig(ModelConfig):
     mlps: ClassVar = {"mlp_1": "streams.0", "mlp_2": "streams.1"}
 
     def check(self, config: Config) -> None:
-        ids = [name for name, feature in config.features.items() if feature.type is FeatureType.id]
+        ids = id_features(config)
         for key in ("gate_1", "gate_2"):
             for name in getattr(self, key):
                 one_of(f"model.{key}", name, ids, "id feature")
