@@ -37,6 +37,11 @@ def float_columns(config: Config) -> list[str]:
     return [name for name in float_features(config) for _ in range(config.features[name].dim or 1)]
 
 
+def has_weighted_ids(config: Config) -> bool:
+    """Return whether ids of any feature have weights, and so those of all, since they travel together."""
+    return any(feature.weights is not None for feature in config.features.values())
+
+
 def sampled_rows(config: Config, world_size: int) -> int:
     """Return the number of rows of a rank's batch that hold drawn items."""
     return -(-config.model.needs().sampled_items // world_size)

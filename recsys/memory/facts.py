@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from recsys.config import Config
-from recsys.config.features import float_columns, id_features
+from recsys.config.features import float_columns, has_weighted_ids, id_features
 from recsys.memory.tensors import Bytes
 from recsys.tables.bytes import TableBytes
 
@@ -79,7 +79,7 @@ class DataFacts:
 
     def batch_bytes(self, config: Config, rows: int, means: Mapping[str, float]) -> int:
         """Return the bytes of a batch whose rows have `means` ids of each feature."""
-        weighted = any(feature.weights is not None for feature in config.features.values())
+        weighted = has_weighted_ids(config)
         # Beside ids: how many there are of each feature, floats, of which a vector has many, labels and the weight.
         numbers = len(id_features(config)) + len(float_columns(config)) + len(config.labels()) + 1
         return int(rows * (sum(means.values()) * (self.id_bytes + 4 * weighted) + 4 * numbers))

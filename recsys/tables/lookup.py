@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from recsys.config import Config, ShardingChoice
 from recsys.config.choices import FloatType
+from recsys.config.features import has_weighted_ids
 from recsys.runtime.world import World
 from recsys.tables.module_names import config_name
 
@@ -275,7 +276,7 @@ def is_local(config: Config, sharding_types: Mapping[str, str], world_size: int,
         return set(sharding_types.values()) <= {ShardingChoice.table_wise.value}
     by_id, wires = config.unpooled_tables(), {config.precision.forward_wire, config.precision.backward_wire}
     kinds = {kind for table, kind in sharding_types.items() if table not in by_id}
-    is_weighted = any(feature.weights is not None for feature in config.features.values())
+    is_weighted = has_weighted_ids(config)
     return kinds <= {ShardingChoice.table_wise.value} and wires == {FloatType.FP32} and not (is_weighted or on_gpu)
 
 

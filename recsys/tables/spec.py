@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from recsys.config import Config, DataType, TableConfig
 from recsys.config.choices import FloatType
-from recsys.config.features import id_features
+from recsys.config.features import has_weighted_ids, id_features
 from recsys.runtime.counter_random import make_key, uniform_numbers
 from recsys.runtime.uniform import uniform
 from recsys.tables.module_names import module_name
@@ -69,7 +69,7 @@ def build_embeddings(config: Config) -> tuple[EmbeddingBagCollection | None, lis
     unpooled: dict[int, list[EmbeddingConfig]] = {}
     for name in (name for name in config.tables if name in by_id):
         unpooled.setdefault(config.tables[name].embedding_dim, []).append(EmbeddingConfig(**_settings(config, name)))
-    weighted = any(feature.weights is not None for feature in config.features.values())
+    weighted = has_weighted_ids(config)
     return (
         EmbeddingBagCollection(tables=pooled, device=meta, is_weighted=weighted) if pooled else None,
         [EmbeddingCollection(tables=tables, device=meta) for tables in unpooled.values()],
