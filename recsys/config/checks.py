@@ -162,7 +162,7 @@ def _check_item_id(config: Config, item_id: str) -> None:
     if feature.type is not FeatureType.id:
         raise UserError(f"config key 'model.item_id': feature '{item_id}' must be of type id")
     table = config.tables[feature.table or ""]
-    if table.num_hashes > 1 or table.mapping is IdMappingType.quotient_remainder:
+    if _gives_several_rows(table):
         raise UserError(
             f"config key 'model.item_id': table '{feature.table}' gives an id several rows, and items are told apart "
             f"by one; use mapping: hash with num_hashes=1, vocabulary or identity"
@@ -238,11 +238,15 @@ def _check_unpooled(config: Config, name: str, table: TableConfig) -> None:
             f"model {config.model.name}, which goes with {', '.join(choice.name for choice in UNPOOLED)}, found "
             f"{table.sharding_type.name}"
         )
-    if table.num_hashes > 1 or table.mapping is IdMappingType.quotient_remainder:
+    if _gives_several_rows(table):
         raise UserError(
             f"config key 'tables.{name}.mapping' gives an id several rows, and feature '{unpooled[0]}' is looked up id "
             f"by id, for model {config.model.name}; use mapping: hash with num_hashes=1, vocabulary or identity"
         )
+
+
+def _gives_several_rows(table: TableConfig) -> bool:
+    return table.num_hashes > 1 or table.mapping is IdMappingType.quotient_remainder
 
 
 def _check_mapping(config: Config, name: str, table: TableConfig) -> None:
