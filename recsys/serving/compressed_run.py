@@ -15,7 +15,6 @@ from recsys.checkpoint.state import Marker, aside_of, name_of
 from recsys.checkpoint.tensor_files import SUFFIX, LocalShard, LocalTensor, read_tensors, write_tensors
 from recsys.checkpoint.tensors import DENSE, DENSE_OPTIMIZER, TABLE_OPTIMIZER, TABLES
 from recsys.config import Config, IdMappingType, config_text
-from recsys.config.choices import UNPOOLED, ShardingChoice
 from recsys.config.meaning import meaning
 from recsys.data.facts import Facts, kept_rows_file, unseen_runs_of, vocabulary_file
 from recsys.errors import UserError
@@ -24,7 +23,7 @@ from recsys.models.projections import PROJECTIONS
 from recsys.runtime.files import copy_files, make_folder, replace_file, sync
 from recsys.runtime.run_lock import RunLock, beside_lock
 from recsys.serving.neurons import narrower, without_neurons
-from recsys.serving.trials import Compression, Pruning, Trials
+from recsys.serving.trials import Compression, Pruning, Trials, sharding_by_id
 from recsys.training.learning import facts_entries
 from recsys.training.run import MARKER
 
@@ -135,8 +134,7 @@ def _config(config: Config, compression: Compression, facts: Facts, out: Path) -
     for name, table in config.tables.items():
         code = compression.codes.get(name)
         if code is not None:  # quantised tables are looked up id by id
-            split = table.sharding_type if table.sharding_type in UNPOOLED else ShardingChoice.auto
-            table = replace(table, sharding_type=split, l2_all_rows=0.0)
+            table = replace(table, sharding_type=sharding_by_id(table), l2_all_rows=0.0)
         table = replace(table, quantize=code)
         if name in compression.pruned and name in facts.kept_rows:
             path = str(out / FACTS / kept_rows_file(name))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from recsys.config import Config, IdMappingType
+from recsys.config import Config, IdMappingType, TableConfig
 from recsys.config.choices import UNPOOLED, RowCode, ShardingChoice
 from recsys.config.features import id_features
 from recsys.data.facts import Facts, RowCounter, measure
@@ -102,13 +102,18 @@ class Trial:
     dense_bytes: int
 
 
+def sharding_by_id(table: TableConfig) -> ShardingChoice:
+    """Return how a table is split that is looked up id by id: as it is, where that can be."""
+    return table.sharding_type if table.sharding_type in UNPOOLED else ShardingChoice.auto
+
+
 def looked_up_by_id(config: Config) -> Config:
     """Return a config in which all tables are looked up id by id, so that vectors can be quantised before pooling."""
     tables = {
         name: replace(
             table,
             quantize=table.quantize or RowCode.FP16,
-            sharding_type=table.sharding_type if table.sharding_type in UNPOOLED else ShardingChoice.auto,
+            sharding_type=sharding_by_id(table),
         )
         for name, table in config.tables.items()
     }
