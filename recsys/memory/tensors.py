@@ -108,13 +108,18 @@ def measure_dense(
     states = [value for p in trained for value in optimizer.state.get(p, {}).values()]
     return {
         "parameter_bytes": storage_bytes(parameters),
-        "gradient_bytes": storage_bytes(p.grad for p in parameters if p.grad is not None),
+        "gradient_bytes": gradient_bytes(parameters),
         "optimizer_bytes": _num_bytes(value for value in states if isinstance(value, torch.Tensor)),
     }
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the gradients that parameters have."""
+    return storage_bytes(p.grad for p in parameters if p.grad is not None)
 
 
 def storage_bytes(tensors: Any) -> int:

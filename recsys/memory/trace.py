@@ -20,7 +20,7 @@ from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_de
 from recsys.memory.data_facts import of_rank_rows
 from recsys.memory.fakes import fake_inputs, fake_step, fake_tensors
 from recsys.memory.layers import Layer, analyse_layers, format_layers
-from recsys.memory.tensors import dense_update_bytes, storage_bytes
+from recsys.memory.tensors import dense_update_bytes, gradient_bytes, storage_bytes
 from recsys.memory.workspaces import no_workspace, workspace_bytes
 from recsys.models.halves import is_in_halves, sum_in_halves
 from recsys.report.text import size as shown
@@ -125,7 +125,7 @@ def _traced(
     outside = (*parameters, *step.dense.buffers(), *inputs, batch.ids.offsets())
     live = LivePeak(
         outside,
-        lambda: storage_bytes(p.grad for p in parameters if p.grad is not None),
+        lambda: gradient_bytes(parameters),
         HEAP_BLOCK_BYTES,
         workspace_bytes if device.type == "cuda" else no_workspace,
     )
@@ -140,7 +140,7 @@ def _traced(
         ) from error
     if dist.get_world_size() > 1:  # gradients are views of exchange buffers, which always live
         return live.peak, live.heap_peak
-    gradients = storage_bytes(p.grad for p in parameters if p.grad is not None)
+    gradients = gradient_bytes(parameters)
     return max(0, live.highest - gradients), live.heap_peak
 
 
