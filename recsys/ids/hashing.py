@@ -103,6 +103,14 @@ def read_keys(ids: pa.Array) -> IdKeys:
     return IdKeys(_numbers(ids))
 
 
+def keys_of_one_kind(ids: pa.Array) -> IdKeys:
+    """Return the keys of ids that are all numbers or all texts; errors as of `read_keys`, and UserError for others."""
+    keys = read_keys(ids)
+    if len(keys.numbers) and len(keys.texts):
+        raise UserError(f"ids of type {ids.type} are not all whole numbers within 64 bits; write them as strings")
+    return keys
+
+
 def is_text(dtype: pa.DataType) -> bool:
     """Return whether an Arrow type holds strings or bytes."""
     return dtype.id in _TEXTS

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.errors import UserError
-from recsys.ids.hashing import IdKeys, read_keys
+from recsys.ids.hashing import IdKeys, keys_of_one_kind
 from recsys.ids.mappings import IdMapping, expected_share, share_of_collisions
 from recsys.runtime.loops import modulo
 
@@ -158,9 +158,7 @@ class VocabularyMapping(IndexMapping):
 
 def _in_order(ids: pa.Array) -> IdKeys:
     """Return the keys of ids in the order of the ids."""
-    keys = read_keys(ids)
-    if len(keys.numbers) and len(keys.texts):
-        raise UserError(f"ids of type {ids.type} are not all whole numbers within 64 bits; write them as strings")
+    keys = keys_of_one_kind(ids)
     if keys.indices is None:
         return keys
     if len(keys.numbers):

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recsys.errors import UserError
-from recsys.ids.hashing import is_text, read_keys
+from recsys.ids.hashing import is_text, keys_of_one_kind
 from recsys.ids.index import IndexMapping
 from recsys.runtime.files import replacing
 
@@ -32,9 +32,7 @@ class IdCounter:
         """
         if ids.null_count or pa.types.is_dictionary(ids.type):  # a dictionary may have null among its values
             ids = ids.filter(ids.is_valid())
-        keys = read_keys(ids)
-        if len(keys.numbers) and len(keys.texts):
-            raise UserError(f"ids of type {ids.type} are not all whole numbers within 64 bits; write them as strings")
+        keys = keys_of_one_kind(ids)
         values = keys.texts if len(keys.texts) else _wide(keys.numbers)
         if keys.indices is None:
             counted = values.value_counts()
