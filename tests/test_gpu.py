@@ -11,7 +11,7 @@ import benchmark_peaks as peaks
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import ROOT, environment, run_train
+from launch import ROOT, environment, losses_of, run_train
 from rows import SPEC, build, rows
 from rows import write as write_rows
 from test_fit import SHORT, follow_first_advice
@@ -41,11 +41,6 @@ def train(run_dir: Path, *overrides: str, config: Path | str = CONFIG) -> tuple[
         gc.collect()
         torch.cuda.empty_cache()  # other tests are on the same GPU
     return json.loads((run_dir / "result.json").read_text()), losses_of(run_dir)
-
-
-def losses_of(run_dir: Path) -> list[float]:
-    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [record["loss"] for record in records if record["kind"] == "train"]
 
 
 ALL_ROWS = ("tables.user.l2_all_rows=0.02", "tables.device.l2_all_rows=0.5")

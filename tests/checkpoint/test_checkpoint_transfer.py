@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import ROOT, fork_train
+from launch import ROOT, fork_train, losses_of
 
 from recsys.checkpoint import (
     Checkpoints,
@@ -201,8 +201,7 @@ def test_a_start_from_a_run_learns_what_that_run_would_have(tmp_path: Path) -> N
 
     def losses(run: str, steps: int, *options: str) -> list[float]:  # of steps that all train all rows
         train(tmp_path / run, *settings, f"train.max_steps={steps}", *options)
-        lines = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
-        return [line["loss"] for line in lines if line["kind"] == "train"]
+        return losses_of(tmp_path / run)
 
     parts = losses("a", 4)
     parts += losses("b", 3, f"train.init_from={tmp_path}/a")

@@ -87,6 +87,19 @@ def fork_train(
     return subprocess.CompletedProcess(arguments, next(filter(None, codes), 0), *texts)
 
 
+def run_recsys(*arguments: object, nproc: int = 1) -> str:
+    """Run a command of recsys that must succeed, and return what it prints."""
+    done = fork_train(*map(str, arguments), nproc=nproc, program="recsys")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    """Return the losses of training that a run logged: of each step with train.log_every_steps=1."""
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if record["kind"] == "train"]
+
+
 def evaluate(run: Path, *overrides: str, nproc: int = 1) -> dict[str, dict[str, float]]:
     """Return the metrics that `--evaluate` prints, and writes."""
     done = fork_train(str(run), "--evaluate", *overrides, nproc=nproc)

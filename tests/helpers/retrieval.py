@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from launch import fork_train
+from launch import fork_train, losses_of
 
 NUM_USERS, NUM_ITEMS = 40, 60
 CONFIG = """
@@ -57,9 +57,8 @@ def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> tuple
     """Train; return the metrics on data.test, and the loss of every step."""
     done = fork_train(str(config), f"run.dir={run_dir}", *overrides, nproc=nproc)
     assert done.returncode == 0, done.stderr[-3000:]
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     metrics = json.loads((run_dir / "result.json").read_text())["metrics"]["test"]
-    return metrics, [record["loss"] for record in records if record["kind"] == "train"]
+    return metrics, losses_of(run_dir)
 
 
 def train_towers(folder: Path, *overrides: str) -> Path:

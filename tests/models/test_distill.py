@@ -1,6 +1,5 @@
 """Distillation: a teacher's scores in a column of data.train are learned beside the labels, or in their place."""
 
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import fork_train
+from launch import fork_train, losses_of
 
 from recsys.config import DistillConfig, LabelConfig, load_config
 from recsys.config.choices import LabelLoss
@@ -28,8 +27,7 @@ def train(run_dir: Path, *overrides: str, nproc: int = 1) -> list[float]:
     """Train and return the loss of each step."""
     done = fork_train("configs/dlrm_sample.yaml", f"run.dir={run_dir}", *SETTINGS, *overrides, nproc=nproc)
     assert done.returncode == 0, done.stderr[-3000:]
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["kind"] == "train"]
+    return losses_of(run_dir)
 
 
 @pytest.fixture(scope="module")

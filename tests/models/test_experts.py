@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import ROOT, fork_train
+from launch import ROOT, fork_train, losses_of, run_recsys
 from retrieval import train_towers
 from torch import nn
 
@@ -61,13 +61,7 @@ def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> list[
     settings = ("train.log_every_steps=1", "data.window_mib=1", "train.max_steps=12", "optimizer.tables.eps=1e-4")
     done = fork_train(str(config), f"run.dir={run_dir}", *settings, *overrides, nproc=nproc)
     assert done.returncode == 0, done.stderr[-3000:]
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["kind"] == "train"]
-
-
-def recsys(*arguments: object) -> None:
-    done = fork_train(*map(str, arguments), program="recsys")
-    assert done.returncode == 0, done.stderr[-3000:]
+    return losses_of(run_dir)
 
 
 def test_a_hash_chooses_so_many_of_the_experts_for_each_id() -> None:
@@ -188,12 +182,12 @@ def test_it_is_compressed_exported_and_scored_without_torch(config: Path, tmp_pa
     pytest.importorskip("onnxruntime")
     train(config, tmp_path / "run")
 
-    recsys("compress", tmp_path / "run", tmp_path / "small", "--max-loss", "0.05")
+    run_recsys("compress", tmp_path / "run", tmp_path / "small", "--max-loss", "0.05")
     report = json.loads((tmp_path / "small" / "compression.json").read_text())
     assert "prune" in str(report)
     for run in ("run", "small"):
-        recsys("export", tmp_path / run, tmp_path / run / "out")
-        recsys("predict", tmp_path / run, ROOT / "data/sample/test", tmp_path / run / "predicted")
+        run_recsys("export", tmp_path / run, tmp_path / run / "out")
+        run_recsys("predict", tmp_path / run, ROOT / "data/sample/test", tmp_path / run / "predicted")
         scored = Scorer(tmp_path / run / "out").score(pq.read_table(ROOT / "data/sample/test"))["score"]
         np.testing.assert_allclose(scored, pq.read_table(tmp_path / run / "predicted")["score"], atol=1e-5)
 
@@ -212,9 +206,9 @@ def test_experts_of_both_towers(tmp_path: Path) -> None:
     )
     run = train_towers(tmp_path, *overrides, "train.epochs=2")
 
-    recsys("export", run, tmp_path / "out")
+    run_recsys("export", run, tmp_path / "out")
     users = tmp_path / "valid.parquet"
-    recsys("recommend", run, users, tmp_path / "best", "--k", 5, "--keep", "user")
+    run_recsys("recommend", run, users, tmp_path / "best", "--k", 5, "--keep", "user")
     ours = Scorer(tmp_path / "out").recommend(pq.read_table(users), k=5)
     theirs = pq.read_table(tmp_path / "best")
     assert ours["items"].to_pylist() == theirs["items"].to_pylist()

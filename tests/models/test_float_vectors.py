@@ -1,6 +1,5 @@
 """A float feature of several numbers a row: what models learn of it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from launch import fork_train
+from launch import fork_train, losses_of
 
 NUMBERS = ["x0", "x1", "x2"]
 RANKERS: dict[str, dict[str, Any]] = {
@@ -51,8 +50,7 @@ def write_config(folder: Path, name: str, model: dict[str, Any], floats: dict[st
 def losses(config: Path, run: Path, *overrides: str, nproc: int = 1) -> list[float]:
     done = fork_train(str(config), f"run.dir={run}", *overrides, nproc=nproc)
     assert done.returncode == 0, done.stderr[-3000:]
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [record["loss"] for record in records if record["kind"] == "train"]
+    return losses_of(run)
 
 
 def same_losses(folder: Path, model: dict[str, Any], nproc: int = 1) -> list[float]:

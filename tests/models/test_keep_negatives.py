@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import fork_train
+from launch import fork_train, losses_of
 
 from recsys.config import load_config
 from recsys.data.inputs import open_inputs
@@ -89,9 +89,8 @@ def train(config: Path, run: Path, *options: str, nproc: int = 1) -> tuple[list[
     """Return the losses of the steps, and the metrics of the test set."""
     done = fork_train(str(config), f"run.dir={run}", *options, nproc=nproc)
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     metrics = json.loads((run / "result.json").read_text())["metrics"]
-    return [line["loss"] for line in lines if line["kind"] == "train"], metrics["test"]
+    return losses_of(run), metrics["test"]
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """PLE and ESMM by hand; trained on one to three processes and under every plan; resumed; exported."""
 
-import json
 import math
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import ROOT, fork_train
+from launch import ROOT, fork_train, losses_of
 
 from recsys.config import LabelConfig, load_config
 from recsys.errors import UserError
@@ -112,8 +111,7 @@ def train(run: Path, config: Path, *options: str, nproc: int = 1) -> list[float]
     shown = "train.log_every_steps=1"
     done = fork_train(f"{config}", CHAIN, f"run.dir={run}", "train.max_steps=10", shown, *options, nproc=nproc)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "train"]
+    return losses_of(run)
 
 
 PLANS = [("ple", "row_wise"), ("ple", "table_wise"), ("ple", "data_parallel"), *((x, "column_wise") for x in MODELS)]

@@ -1,11 +1,10 @@
 """`tables.X.projected_dim`: a model reads the vectors of a narrow table by a matrix of the dense part."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from launch import fork_train
+from launch import fork_train, losses_of
 from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -25,8 +24,7 @@ def train(run_dir: Path, *overrides: str, nproc: int = 1) -> list[float]:
     )
     done = fork_train("configs/dlrm_sample.yaml", f"run.dir={run_dir}", *settings, *overrides, nproc=nproc)
     assert done.returncode == 0, done.stderr[-3000:]
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["kind"] == "train"]
+    return losses_of(run_dir)
 
 
 def test_features_of_a_table_share_its_matrix() -> None:

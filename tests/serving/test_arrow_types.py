@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import ROOT, fork_train
+from launch import ROOT, run_recsys
 
 from recsys.data import parquet
 from recsys.errors import UserError
@@ -67,11 +67,6 @@ def rows(role: str, held: Held) -> pa.Table:
     )
 
 
-def recsys(*arguments: object) -> None:
-    done = fork_train(*map(str, arguments), program="recsys")
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run, its export, and what it predicts of the test rows, whose lists of categories lie in several
@@ -81,9 +76,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pq.write_table(rows(role, as_categories), folder / f"{role}.parquet", row_group_size=170)
     settings = [f"data.train={folder}/train.parquet", "data.valid=null", "data.test=null", "train.max_steps=20"]
     features = ["features.device.column=phone.name", "features.tags={table: category}"]
-    recsys("train", "configs/dlrm_sample.yaml", f"run.dir={folder}/run", *settings, *features)
-    recsys("predict", folder / "run", folder / "test.parquet", folder / "predicted")
-    recsys("export", folder / "run", folder / "out")
+    run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={folder}/run", *settings, *features)
+    run_recsys("predict", folder / "run", folder / "test.parquet", folder / "predicted")
+    run_recsys("export", folder / "run", folder / "out")
     return folder
 
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import ROOT, environment, evaluate, fork_train, run_train, train_command
+from launch import ROOT, environment, evaluate, fork_train, losses_of, run_recsys, run_train, train_command
 from retrieval import write_retrieval
 
 from recsys.__main__ import main
@@ -37,23 +37,12 @@ CONFIG = (
 )
 
 
-def run_recsys(*arguments: str, nproc: int = 1) -> str:
-    done = fork_train(*arguments, nproc=nproc, program="recsys")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def report(out: Path) -> dict[str, Any]:
     return json.loads((out / "compression.json").read_text())
 
 
 def tables(run: Path, prefix: str = "tables/") -> dict[str, torch.Tensor]:
     return load_tables(max((run / "checkpoints").glob("step-*")), prefix)
-
-
-def losses(run: Path) -> list[float]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["kind"] == "train"]
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +154,9 @@ def test_it_goes_on_training(runs: tuple[Path, Path], tmp_path: Path) -> None:
         for steps in parts:
             options = (f"run.dir={tmp_path}/{name}", "run.resume=true", f"train.max_steps={steps}")
             run_recsys("train", f"{runs[1]}/config.yaml", *options, nproc=nproc)
-    whole = losses(tmp_path / "whole")
-    assert len(whole) == 16 and losses(tmp_path / "parts") == whole
-    torch.testing.assert_close(losses(tmp_path / "two"), whole, rtol=0, atol=1e-4)
+    whole = losses_of(tmp_path / "whole")
+    assert len(whole) == 16 and losses_of(tmp_path / "parts") == whole
+    torch.testing.assert_close(losses_of(tmp_path / "two"), whole, rtol=0, atol=1e-4)
     trained, before = tables(tmp_path / "whole"), tables(runs[1])
     assert {name: weights.shape for name, weights in trained.items()} == {n: w.shape for n, w in before.items()}
     assert not trained["item"].equal(before["item"])

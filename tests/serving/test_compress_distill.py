@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import ROOT, evaluate, fork_train
+from launch import ROOT, evaluate, fork_train, run_recsys
 from retrieval import write_retrieval
 
 from recsys.config import config_text, load_config
@@ -19,12 +19,6 @@ from recsys.runtime.run_lock import RunLock
 from recsys.serving import distill
 from recsys.serving.compressed_run import begin_folder, finish_folder
 from recsys.serving.distill import check_student
-
-
-def run_recsys(*arguments: str) -> str:
-    done = fork_train(*arguments, program="recsys", timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

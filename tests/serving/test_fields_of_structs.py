@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import ROOT, fork_train
+from launch import ROOT, fork_train, losses_of
 
 from recsys.data.parquet import open_dataset, read_column
 from recsys.datasets.interactions import LogOptions, convert_log
@@ -91,8 +91,7 @@ def test_two_ranks_learn_what_they_learn_of_flat_columns(folders: dict[str, Path
         run = tmp_path / kind
         recsys(folder / "c.yaml", f"run.dir={run}", "train.max_steps=6", nproc=2)
         recsys(folder / "c.yaml", f"run.dir={run}", "run.resume=true", nproc=2)
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        losses = [record["loss"] for record in records if record["kind"] == "train"]
+        losses = losses_of(run)
         ids = json.loads((run / "result.json").read_text())["data"]["ids"]
         recsys("evaluate", run, f"data.test={folder}/test", "--by", "shown.what.category")
         (result,) = run.glob("evaluations/*/result.json")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import evaluate, fork_train
+from launch import evaluate, run_recsys
 
 from recsys.config import ModelConfig, load_config
 from recsys.config.choices import RowCode
@@ -124,12 +124,6 @@ def test_the_last_layer_of_a_tower_stays() -> None:
     assert [*hidden_layers(model, Config(top_mlp=[3, 2]))] == ["mlp.0"]
     model.mlp = mlp(2, [3, 2], None, 0.0, layer_norm=True)  # what is normalised follows all neurons
     assert not hidden_layers(model, Config(top_mlp=[3, 2]))
-
-
-def run_recsys(*arguments: str, nproc: int = 1) -> str:
-    done = fork_train(*arguments, nproc=nproc, program="recsys")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from launch import fork_train
+from launch import fork_train, run_recsys
 from random_export import write_random_towers
 
 pytest.importorskip("onnxruntime")
@@ -13,11 +13,6 @@ pytest.importorskip("onnxruntime")
 from recsys.serving.score import Scorer
 
 _CLOSE = 2e-5
-
-
-def recsys(*arguments: object) -> None:
-    done = fork_train(*map(str, arguments), program="recsys")
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def is_close(ours: list[float], theirs: list[float], largest: float) -> bool:
@@ -31,13 +26,13 @@ def test_random_towers(seed: int, tmp_path: Path) -> None:
     """Of items whose scores are as good as equal, such as those whose ids share a row, either may come first."""
     done = fork_train(str(write_random_towers(tmp_path, seed)), f"run.dir={tmp_path}/run", "train.epochs=2")
     assert done.returncode == 0, done.stderr[-3000:]
-    recsys("export", tmp_path / "run", tmp_path / "out")
+    run_recsys("export", tmp_path / "run", tmp_path / "out")
     scorer, users = Scorer(tmp_path / "out"), pq.read_table(tmp_path / "test.parquet")
-    recsys("predict", tmp_path / "run", tmp_path / "test.parquet", tmp_path / "predicted", "--keep", "seen")
+    run_recsys("predict", tmp_path / "run", tmp_path / "test.parquet", tmp_path / "predicted", "--keep", "seen")
     scores = pq.read_table(tmp_path / "predicted")["score"].to_pylist()
     largest = max(map(abs, scores))
     assert is_close(scorer.score(users)["score"].to_pylist(), scores, largest)
-    recsys("recommend", tmp_path / "run", tmp_path / "test.parquet", tmp_path / "best", "--k", 7, "--keep", "seen")
+    run_recsys("recommend", tmp_path / "run", tmp_path / "test.parquet", tmp_path / "best", "--k", 7, "--keep", "seen")
     ours, theirs = scorer.recommend(users, k=7).to_pylist(), pq.read_table(tmp_path / "best").to_pylist()
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):

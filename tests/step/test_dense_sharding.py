@@ -14,7 +14,7 @@ import kills
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import fork_train, run_train
+from launch import fork_train, losses_of, run_train
 
 from recsys.checkpoint import Marker
 from recsys.config import OptimizerConfig, load_config
@@ -46,10 +46,6 @@ def train(run_dir: Path, *options: str, nproc: int, before: Any = None) -> Any:
     return done
 
 
-def losses(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def tensors(run_dir: Path) -> dict[str, torch.Tensor]:
     found = load_tables(next((run_dir / "checkpoints").glob("step-*")), "")
     return {name: value for name, value in found.items() if not name.startswith(("rng/", "ids/"))}
@@ -60,7 +56,7 @@ def assert_same(run_dir: Path, other: Path) -> None:
     assert found.keys() == expected.keys() and any(name.startswith("dense/") for name in found)
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
-    assert losses(run_dir) == losses(other) and len(set(losses(other))) > 3
+    assert losses_of(run_dir) == losses_of(other) and len(set(losses_of(other))) > 3
 
 
 def test_cuts_lie_between_rows_and_take_whole_registers() -> None:
@@ -229,4 +225,4 @@ def test_ten_kills(tmp_path: Path) -> None:
         assert done.returncode != 0 and not (tmp_path / "run/result.json").exists(), (number, point)
     train(tmp_path / "run", *options, SHARED, nproc=2)
     assert_same(tmp_path / "run", tmp_path / "plain")
-    assert math.isfinite(losses(tmp_path / "run")[-1])
+    assert math.isfinite(losses_of(tmp_path / "run")[-1])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torchgen
-from launch import fork_train
+from launch import fork_train, losses_of
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchgen.gen import ParsedYaml, parse_native_yaml
@@ -156,7 +156,7 @@ def test_the_host_waits_once_a_step_and_every_operator_is_there(name: str, tmp_p
         assert {place: count for place, count in waits.items() if place not in allowed} == expected
     if name == "much":
         done = fork_train(CONFIG, f"run.dir={tmp_path}/on_cpu", *options, nproc=nproc)
-        assert losses(tmp_path) == losses(tmp_path / "on_cpu")
+        assert losses_of(tmp_path) == losses_of(tmp_path / "on_cpu")
 
 
 @cache
@@ -175,7 +175,3 @@ def on_cuda(operator: str) -> bool:
     (function,) = (each for each in torchs_operators().native_functions if str(each.func.name) == full)
     in_cuda = torchs_operators().backend_indices[DispatchKey.CUDA].has_kernel(function)
     return function.has_composite_kernel or in_cuda or function.structured_delegate is not None
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,6 +1,5 @@
 """Training on quantised vectors: the model reads codes, of lists before they are summed; the weights stay unrounded."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import evaluate, fork_train
+from launch import evaluate, fork_train, losses_of
 
 from recsys.config.choices import RowCode
 from recsys.tables.row_codes import quantize_rows
@@ -28,8 +27,7 @@ def train(run_dir: Path, *overrides: str, nproc: int = 1) -> list[float]:
     """Train and return the loss of each step."""
     done = fork_train("configs/dlrm_sample.yaml", f"run.dir={run_dir}", *SETTINGS, *overrides, nproc=nproc)
     assert done.returncode == 0, done.stderr[-3000:]
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["kind"] == "train"]
+    return losses_of(run_dir)
 
 
 def tables(run_dir: Path) -> dict[str, torch.Tensor]:

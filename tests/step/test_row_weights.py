@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import ROOT, fork_train
+from launch import ROOT, fork_train, losses_of
 
 TABLES = [
     f"tables.{name}.{key}"
@@ -48,11 +48,10 @@ def learned(run_dir: Path, *arguments: Any, **options: Any) -> tuple[list[float]
     """The losses of the steps, and what the last checkpoint holds of tables and dense part."""
     done = train(run_dir, *arguments, **options)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     (checkpoint,) = (run_dir / "checkpoints").glob("step-*")
     saved = load_tables(checkpoint, "")
     found = {name: value for name, value in saved.items() if name.startswith(("tables/", "dense/"))}
-    return [line["loss"] for line in lines if line["kind"] == "train"], found
+    return losses_of(run_dir), found
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import load_tables
-from launch import fork_train
+from launch import fork_train, losses_of
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from recsys.config import Config, DataType, Device, Pooling, ShardingChoice, TableOptimizerConfig, load_config
@@ -208,13 +208,12 @@ def trained(folder: Path, world_size: int, options: Sequence[str]) -> tuple[list
     run_dir = folder / f"run-{world_size}"
     done = fork_train(str(write(folder)), f"run.dir={run_dir}", "run.overwrite=true", *options, nproc=world_size)
     assert done.returncode == 0, done.stderr[-3000:]
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
     assert result["world_size"] == world_size
     for rank in range(world_size):
         report = json.loads((run_dir / f"memory/rank_{rank}.json").read_text())
         assert all(line["predicted_bytes"] == line["measured_bytes"] for line in report["lines"])
-    return [r["loss"] for r in records if r["kind"] == "train"], load_tables(run_dir / f"checkpoints/step-{STEPS:09d}")
+    return losses_of(run_dir), load_tables(run_dir / f"checkpoints/step-{STEPS:09d}")
 
 
 def cases() -> Iterator[Any]:
@@ -349,8 +348,7 @@ def test_vectors_of_single_ids_from_all_tables(folder: Path, tmp_path: Path) -> 
         run_dir = tmp_path / str(nproc)
         done = fork_train(str(config), f"run.dir={run_dir}", "tables.shared.sharding_type=row_wise", nproc=nproc)
         assert done.returncode == 0, done.stderr[-3000:]
-        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-        losses.append([line["loss"] for line in lines if line["kind"] == "train"])
+        losses.append(losses_of(run_dir))
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-3)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import fork_train
+from launch import losses_of, run_recsys
 
 from recsys.config import SparsityConfig, TableOptimizerConfig, load_config
 from recsys.config.table_optimizers import TableOptimizer
@@ -22,18 +22,8 @@ SETTINGS = (
 MORE_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("table_wise", "data_parallel")]
 
 
-def run_recsys(*arguments: str, nproc: int = 1) -> None:
-    done = fork_train(*arguments, nproc=nproc, program="recsys")
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def tables(run: Path) -> dict[str, torch.Tensor]:
     return load_tables(max((run / "checkpoints").glob("step-*")))
-
-
-def losses(run: Path) -> list[float]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["kind"] == "train"]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +55,7 @@ def test_rows_that_no_batch_touches_stay(optimizer: TableOptimizer) -> None:
 def test_the_plan_does_not_matter(kind: str, run: Path, tmp_path: Path) -> None:
     split = [f"tables.{table}.sharding_type={kind}" for table in ("user", "item")]
     run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={tmp_path}/two", *SETTINGS, *split, nproc=2)
-    torch.testing.assert_close(losses(tmp_path / "two"), losses(run), rtol=0, atol=1e-5)
+    torch.testing.assert_close(losses_of(tmp_path / "two"), losses_of(run), rtol=0, atol=1e-5)
     here, there = tables(run)["user"], tables(tmp_path / "two")["user"]
     zeros = [(table == 0).all(1) for table in (here, there)]
     assert 20 < zeros[0].sum() < 700 and (zeros[0] != zeros[1]).sum() <= 1

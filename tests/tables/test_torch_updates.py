@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import fork_train
+from launch import fork_train, losses_of
 
 from recsys.config import load_config
 from recsys.memory.levers import LEVERS
@@ -31,10 +31,6 @@ PLAN = ("tables.user.sharding_type=row_wise", "tables.item.sharding_type=column_
 def train(run_dir: Path, nproc: int, *options: str) -> None:
     done = fork_train(CONFIG, f"run.dir={run_dir}", *OPTIONS, "train.max_steps=20", *options, nproc=nproc)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +61,8 @@ def test_resumed_is_uninterrupted(nproc: int, plan: tuple[str, ...], whole: Path
         assert all(saved[0][name].any() and saved[0][name].dtype is torch.float32 for name in states)
     exact = plan is PLAN and nproc == 2
     if exact:
-        assert losses(run_dir) == losses(whole)
-    torch.testing.assert_close(losses(run_dir), losses(whole), rtol=0, atol=1e-5)
+        assert losses_of(run_dir) == losses_of(whole)
+    torch.testing.assert_close(losses_of(run_dir), losses_of(whole), rtol=0, atol=1e-5)
     for name, value in saved[0].items():
         if name.startswith("table"):
             torch.testing.assert_close(saved[1][name], value, rtol=0, atol=0 if exact else 1e-3)

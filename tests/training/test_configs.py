@@ -1,6 +1,5 @@
 """Each config of configs/ on a few drawn rows: every sharding type that it allows learns what one process does."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import ROOT, fork_train
+from launch import ROOT, fork_train, losses_of
 
 from recsys.config import Config, load_config
 from recsys.config.choices import COLUMN_SPLITS, UNPOOLED, DataType, ShardingChoice
@@ -62,8 +61,7 @@ def draw(config: Config, folder: Path) -> list[str]:
 def losses(config: str, folder: Path, *overrides: str, nproc: int) -> list[float]:
     done = fork_train(f"configs/{config}.yaml", f"run.dir={folder}", *overrides, nproc=nproc)
     assert done.returncode == 0, done.stderr[-3000:]
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["kind"] == "train"]
+    return losses_of(folder)
 
 
 def plan(config: Config, kind: ShardingChoice) -> list[str]:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import ROOT, fork_train
+from launch import ROOT, fork_train, losses_of
 
 from recsys.config import Device, load_config
 from recsys.data.inputs import open_inputs
@@ -27,11 +27,6 @@ def train(run_dir: Path, *overrides: str, config: str | Path = SAMPLE, nproc: in
     return json.loads((run_dir / "result.json").read_text())
 
 
-def losses(run_dir: Path) -> list[float]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["kind"] == "train"]
-
-
 # Rounding of FP16 tables would hide, or look like, other rows; dropout goes by the row of the global batch.
 TWO_EPOCHS = ("train.epochs=2", "tables.item.data_type=FP32", "model.dropout=0.1", "data.test=data/sample/test")
 
@@ -46,7 +41,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[s
     """Two epochs in one process."""
     run_dir = tmp_path_factory.mktemp("whole")
     result = train(run_dir, *TWO_EPOCHS)
-    return losses(run_dir), result
+    return losses_of(run_dir), result
 
 
 def test_every_epoch_counts_its_rows_and_ids(whole: tuple[list[float], dict[str, Any]]) -> None:
@@ -61,7 +56,7 @@ def test_every_epoch_counts_its_rows_and_ids(whole: tuple[list[float], dict[str,
 @pytest.mark.slow
 def test_micro_batches_change_nothing_but_rounding(whole: tuple[list[float], dict[str, Any]], tmp_path: Path) -> None:
     train(tmp_path, *TWO_EPOCHS, "train.micro_batch_size=50", "train.micro_batch_ids=300", nproc=2)
-    torch.testing.assert_close(losses(tmp_path), whole[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(losses_of(tmp_path), whole[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("nproc", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5, 6, 7, 8))])
@@ -69,7 +64,7 @@ def test_any_number_of_ranks_trains_the_same(
     nproc: int, whole: tuple[list[float], dict[str, Any]], tmp_path: Path
 ) -> None:
     result = train(tmp_path, *TWO_EPOCHS, nproc=nproc)
-    torch.testing.assert_close(losses(tmp_path), whole[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(losses_of(tmp_path), whole[0], rtol=0, atol=1e-5)
     assert result["data"] == whole[1]["data"], "rows and ids are counted once"
     torch.testing.assert_close(result["metrics"], whole[1]["metrics"], rtol=0, atol=1e-5)
     told = "multiple of" in (tmp_path / "logs" / "rank_0.log").read_text()
@@ -81,7 +76,7 @@ def test_any_chain_of_ranks_trains_the_same(whole: tuple[list[float], dict[str, 
     train(tmp_path, *TWO_EPOCHS, "train.max_steps=5", nproc=2)
     train(tmp_path, *TWO_EPOCHS, "run.resume=true", "train.max_steps=17", nproc=3)
     result = train(tmp_path, *TWO_EPOCHS, "run.resume=true")
-    torch.testing.assert_close(losses(tmp_path), whole[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(losses_of(tmp_path), whole[0], rtol=0, atol=1e-5)
     assert result["data"]["epochs"] == whole[1]["data"]["epochs"]
 
 
@@ -139,7 +134,7 @@ def test_all_kinds_of_columns_and_mappings_on_two_ranks(logs: Path, tmp_path: Pa
     config = logs / "logs.yaml"
     one = train(tmp_path / "one", config=config)
     two = train(tmp_path / "two", config=config, nproc=2)
-    torch.testing.assert_close(losses(tmp_path / "one"), losses(tmp_path / "two"), rtol=0, atol=1e-5)
+    torch.testing.assert_close(losses_of(tmp_path / "one"), losses_of(tmp_path / "two"), rtol=0, atol=1e-5)
     users = pq.read_table(logs / "rows")["user"].drop_null().to_pylist()
     counts = {user: users.count(user) for user in set(users)}
     frequent = {user for user, count in counts.items() if count >= 3}
@@ -162,7 +157,7 @@ def test_facts_go_on_with_a_run(logs: Path, tmp_path: Path) -> None:
     train(tmp_path / "parts", "train.max_steps=10", config=config)
     train(tmp_path / "parts", "run.resume=true", config=config)
     train(tmp_path / "whole", config=config)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
 
 
 @pytest.mark.slow
