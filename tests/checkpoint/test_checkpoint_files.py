@@ -5,7 +5,6 @@ import os
 import pickle
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,8 @@ from recsys.checkpoint import files as files_module
 from recsys.checkpoint import save as save_module
 from recsys.checkpoint import state as state_module
 from recsys.checkpoint.files import HashedFile, write_file
-from recsys.config import Device
 from recsys.errors import UserError
-from recsys.runtime.world import World, open_world
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with open_world(Device.cpu) as opened:
-        yield opened
+from recsys.runtime.world import World
 
 
 def test_one_bit_in_any_file_is_noticed(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

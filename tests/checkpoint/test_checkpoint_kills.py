@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,6 @@ from recsys.checkpoint import save as save_module
 from recsys.checkpoint.files import HashedFile
 from recsys.config import Device
 from recsys.runtime.world import World, open_world
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with open_world(Device.cpu) as opened:
-        yield opened
 
 
 def _killed_save(folder: Path, prepare: Callable[[], None]) -> None:

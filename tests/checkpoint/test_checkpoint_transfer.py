@@ -5,7 +5,6 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -31,12 +30,11 @@ from recsys.checkpoint import (
 )
 from recsys.checkpoint.tensor_files import LocalShard, LocalTensor
 from recsys.config import IdMappingType, TableConfig, load_config
-from recsys.config.schema import Device
 from recsys.data.inputs import open_inputs
 from recsys.data.order import Position
 from recsys.errors import UserError
 from recsys.ids import KeptRows
-from recsys.runtime.world import World, open_world
+from recsys.runtime.world import World
 from recsys.tables.spec import fill_initial
 from recsys.training.build import Built, build_model
 
@@ -62,12 +60,6 @@ TODAY = TODAY.replace("device: {num_embeddings: 20", "category: {num_embeddings:
 )
 TODAY = TODAY.replace("item: {num_embeddings: 100, embedding_dim: 8, data_type: FP16",
                       "item: {num_embeddings: 60, embedding_dim: 8, data_type: FP32")  # fmt: skip
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with open_world(Device.cpu) as opened:
-        yield opened
 
 
 def build(folder: Path, text: str, world: World, *options: str) -> tuple[Built, Any]:

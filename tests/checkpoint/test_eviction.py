@@ -1,7 +1,6 @@
 """Ids that data.train shows no more give their rows to new ones: `train.init.evict_after_runs`."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,18 +13,12 @@ from checkpoints import load_tables
 from days import CONFIG, GROW, Day, write_day
 from launch import fork_train
 
-from recsys.config import Device, load_config
+from recsys.config import load_config
 from recsys.errors import UserError
-from recsys.runtime.world import World, open_world
+from recsys.runtime.world import World
 from recsys.training.resume import start_training
 
 STATE = "table_optimizer/user/momentum1"
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with open_world(Device.cpu) as opened:
-        yield opened
 
 
 def unseen_runs(folder: Path) -> dict[int, int]:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,13 @@ from recsys.checkpoint import Checkpoints, Source, TrainState
 from recsys.checkpoint.load import _moved
 from recsys.checkpoint.tensor_files import Entry, LocalShard, LocalTensor
 from recsys.config import load_config
-from recsys.config.schema import Device
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError
-from recsys.runtime.world import World, open_world
+from recsys.runtime.world import World
 from recsys.tables.spec import fill_initial
 from recsys.training.build import build_model
 from recsys.training.learning import learn_facts
 from recsys.training.resume import check_files, start_training
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with open_world(Device.cpu) as opened:
-        yield opened
 
 
 def test_a_vocabulary_grows_from_day_to_day(world: World, tmp_path: Path) -> None:
