@@ -8,12 +8,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conversion import refusal
 
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.filters import parse_filter
 from recsys.data.parquet import open_dataset, read_column, read_head
-from recsys.errors import UserError
 
 NAN = float("nan")
 DAYS = [dt.date(2026, 11, 1) + dt.timedelta(days=i) for i in range(6)]
@@ -117,15 +117,6 @@ def open_filtered(path: Path, text: str | None, *columns: str, **options) -> Dat
 
 def rows(dataset: Dataset) -> list[int]:
     return read_column(dataset, "row").to_pylist()
-
-
-def refusal(action) -> str:
-    """Return the message of a UserError, which must be one line."""
-    with pytest.raises(UserError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 # Meaning

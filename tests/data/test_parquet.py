@@ -10,12 +10,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conversion import refusal
 
 from recsys.data import decode, group_footers
 from recsys.data.dataset import Dataset, ReadOptions
 from recsys.data.decode import SegmentReader
 from recsys.data.parquet import open_dataset, read_column, read_head
-from recsys.errors import UserError
 
 USER = {"user": "config key 'features.user'"}
 
@@ -29,15 +29,6 @@ def write(path: Path, table: pa.Table | dict | None = None, row_group_rows: int 
 
 def open_users(*paths: Path, max_rows: int | None = None) -> Dataset:
     return open_dataset("data.train", [str(path) for path in paths], USER, max_rows)
-
-
-def refusal(action) -> str:
-    """Return the message of a UserError, which must be one line."""
-    with pytest.raises(UserError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 # Footers

@@ -10,13 +10,13 @@ import pyarrow.dataset as ds
 import pyarrow.fs as fs
 import pyarrow.parquet as pq
 import pytest
+from conversion import refusal
 
 from recsys.data import storage
 from recsys.data.decode import SegmentReader
 from recsys.data.parquet import open_dataset, read_column
 from recsys.data.sources import find_files
 from recsys.data.storage import BadDataError, Storage, partition_keys, partition_type
-from recsys.errors import UserError
 
 
 def write(path: Path, table: dict | None = None) -> Path:
@@ -28,15 +28,6 @@ def write(path: Path, table: dict | None = None) -> Path:
 def find(paths, folder: Path, key: str = "data.train") -> list[str]:
     """Return the names found, relative to a folder."""
     return [os.path.relpath(name, folder) for name in find_files(key, paths).names]
-
-
-def refusal(action) -> str:
-    """Return the message of a UserError, which must be one line."""
-    with pytest.raises(UserError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 # Local files

@@ -83,6 +83,7 @@ def convert(array: pa.Array, **settings: Any) -> list[list[int]]:
 
 
 def refusal(action: Any) -> str:
+    """Return the message of a UserError, which must be one line."""
     with pytest.raises(UserError) as caught:
         action()
     message = str(caught.value)
