@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from launch import fork_train, losses_of
+from launch import fork_train, losses_of, run_recsys
+
+from recsys.serving.score import Scorer
 
 NUM_USERS, NUM_ITEMS = 40, 60
 CONFIG = """
@@ -59,6 +61,14 @@ def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> tuple
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = json.loads((run_dir / "result.json").read_text())["metrics"]["test"]
     return metrics, losses_of(run_dir)
+
+
+def assert_export_recommends_alike(run: Path, users: Path, folder: Path) -> None:
+    """Hold the items that an export of a run recommends to those of `recsys recommend`; both go into the folder."""
+    run_recsys("export", run, folder / "export")
+    run_recsys("recommend", run, users, folder / "recommended")
+    ours = Scorer(folder / "export").recommend(pq.read_table(users))
+    assert ours["items"].to_pylist() == pq.read_table(folder / "recommended")["items"].to_pylist()
 
 
 def train_towers(folder: Path, *overrides: str) -> Path:

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import evaluate, fork_train
-from retrieval import NUM_USERS, train, write_retrieval
+from launch import evaluate
+from retrieval import NUM_USERS, assert_export_recommends_alike, train, write_retrieval
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys.config import load_config
@@ -19,7 +18,6 @@ from recsys.errors import UserError
 from recsys.models import DenseInputs
 from recsys.models.simplex import SimpleX, SimpleXConfig
 from recsys.runtime.world import open_world
-from recsys.serving.score import Scorer
 
 CONFIG = """
 data: {train: DIR/valid.parquet, valid: DIR/valid.parquet, test: DIR/valid.parquet, items: DIR/items.parquet}
@@ -218,10 +216,4 @@ def test_narrow_tables_that_are_widened_to_its_dimension(config: Path) -> None:
 def test_an_export_recommends_what_the_run_does(
     config: Path, one_process: tuple[Path, dict[str, float], list[float]], tmp_path: Path
 ) -> None:
-    users = config.parent / "valid.parquet"
-    for command, *rest in (("export", f"{tmp_path}/OUT"), ("recommend", str(users), f"{tmp_path}/BEST")):
-        done = fork_train(command, str(one_process[0]), *rest, program="recsys")
-        assert done.returncode == 0, done.stderr[-3000:]
-    ours = Scorer(tmp_path / "OUT").recommend(pq.read_table(users))
-    theirs = pq.read_table(tmp_path / "BEST")
-    assert ours["items"].to_pylist() == theirs["items"].to_pylist()
+    assert_export_recommends_alike(one_process[0], config.parent / "valid.parquet", tmp_path)

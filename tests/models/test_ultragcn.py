@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import evaluate, fork_train
-from retrieval import NUM_USERS, train, write_retrieval
+from launch import evaluate, run_recsys
+from retrieval import NUM_USERS, assert_export_recommends_alike, train, write_retrieval
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys.config import load_config
@@ -22,7 +22,6 @@ from recsys.errors import UserError
 from recsys.models import DenseInputs
 from recsys.models.ultragcn import UltraGCN, UltraGCNConfig
 from recsys.runtime.world import open_world
-from recsys.serving.score import Scorer
 
 CONFIG = """
 data: {train: DIR/train.parquet, valid: DIR/valid.parquet, test: DIR/valid.parquet, items: DIR/items.parquet}
@@ -226,13 +225,7 @@ def test_mistakes_get_a_sentence(config: Path, overrides: list[str], message: st
 def test_an_export_recommends_what_the_run_does(
     config: Path, one_process: tuple[Path, dict[str, float], list[float]], tmp_path: Path
 ) -> None:
-    users = config.parent / "valid.parquet"
-    for command, *rest in (("export", f"{tmp_path}/OUT"), ("recommend", str(users), f"{tmp_path}/BEST")):
-        done = fork_train(command, str(one_process[0]), *rest, program="recsys")
-        assert done.returncode == 0, done.stderr[-3000:]
-    ours = Scorer(tmp_path / "OUT").recommend(pq.read_table(users))
-    theirs = pq.read_table(tmp_path / "BEST")
-    assert ours["items"].to_pylist() == theirs["items"].to_pylist()
+    assert_export_recommends_alike(one_process[0], config.parent / "valid.parquet", tmp_path)
 
 
 def test_ids_of_the_table_are_found_in_data_without_the_columns_of_training(
@@ -243,8 +236,7 @@ def test_ids_of_the_table_are_found_in_data_without_the_columns_of_training(
     pq.write_table(users.append_column("neighbours", users["targets"]), tmp_path / "more.parquet")
     for data in (config.parent / "valid.parquet", tmp_path / "more.parquet"):
         words = ("embeddings", one_process[0], "tables.item", tmp_path / f"of-{data.name}", "--data", data)
-        done = fork_train(*map(str, words), program="recsys")
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_recsys(*words)
         found.append(pq.read_table(tmp_path / f"of-{data.name}"))
     assert set(found[0]["id"].to_pylist()) == {item for items in users["seen"].to_pylist() for item in items}
     assert found[1].equals(found[0])
