@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from recsys.config.meaning import changed_inputs, changed_optimizers
 from recsys.errors import UserError
 from recsys.ids import NULL_ROW, KeptIds
 from recsys.runtime.files import replace_file
+from recsys.runtime.logs import logger
 from recsys.runtime.world import World
-
-_log = getLogger("recsys")
 
 
 @dataclass
@@ -108,7 +106,7 @@ def load_tensors(
     world.agree(lambda: _set_state(tensors, room, scalars, path, world if same_ranks else None))
     for name, reason in marker.approximate.items():
         if name in report.loaded:
-            _log.warning("%s is approximate: %s", name, reason)
+            logger.warning("%s is approximate: %s", name, reason)
     return report
 
 

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,12 +26,12 @@ from recsys.checkpoint.tensors import Tensors
 from recsys.errors import UserError, why
 from recsys.runtime.checkpoint_folders import list_checkpoints
 from recsys.runtime.files import replace_file, sync
+from recsys.runtime.logs import logger
 from recsys.runtime.versions import installed_versions
 from recsys.runtime.world import World
 
 T = TypeVar("T")
 
-_log = getLogger("recsys")
 _LATEST = "latest"
 _OVERHEAD_BYTES = 1 << 20  # marker, config and plan
 _OVERHEAD_OF_SHARD_BYTES = 256  # in the marker
@@ -88,7 +87,7 @@ class Checkpoints:
             return
         to_save, approximate = tensors.to_save(self._world)
         for name, reason in approximate.items():
-            _log.warning("%s is approximate in the checkpoint: %s", name, reason)
+            logger.warning("%s is approximate in the checkpoint: %s", name, reason)
         self._check_space(to_save, state.best_step)
         marker = Marker(
             state,
@@ -106,7 +105,7 @@ class Checkpoints:
             return
         copied = {name: local.copy() for name, local in to_save.items()}
         num_bytes = sum(local.num_bytes for local in copied.values())
-        _log.info("step %d is saved in the background, from a copy of %.1f MiB", state.step, num_bytes / 2**20)
+        logger.info("step %d is saved in the background, from a copy of %.1f MiB", state.step, num_bytes / 2**20)
         # Training goes on changing the state, so it is copied too.
         marker = replace(marker, state=copy.deepcopy(state))
         self._running = self._thread.submit(self._write, final, copied, marker)
@@ -144,7 +143,7 @@ class Checkpoints:
                 refused.append(str(error))
                 continue
             for text in refused:
-                _log.warning("refused: %s", text)
+                logger.warning("refused: %s", text)
             self._world.from_rank_zero(lambda last=path: self._set_aside_after(last))  # type: ignore[misc]
             return path, marker
         if refused:
@@ -191,7 +190,7 @@ class Checkpoints:
             # Every rank has stopped writing.
             world.from_rank_zero(lambda: shutil.rmtree(aside, ignore_errors=True))
             raise
-        _log.info("saved %s", final)
+        logger.info("saved %s", final)
 
     def _commit(self, final: Path, marker: Marker) -> None:
         aside = aside_of(final)

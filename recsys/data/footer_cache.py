@@ -2,7 +2,6 @@
 
 import base64
 import json
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +14,7 @@ import pyarrow.parquet as pq
 from recsys.data.dataset import Dataset
 from recsys.data.footers import FileKey, Footer
 from recsys.runtime.files import replacing
-
-logger = logging.getLogger("recsys")
+from recsys.runtime.logs import logger
 
 _VERSION = 6
 _FACTS = {

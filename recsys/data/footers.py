@@ -1,6 +1,5 @@
 """Footers of Parquet files: what they say of the columns wanted, read once each and quickly."""
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +19,7 @@ from recsys.data.fields import Place, names, places
 from recsys.data.storage import BadDataError, Files, Storage, partition_keys, reason
 from recsys.data.thrift import Statistics, num_row_groups, num_values, schema_end, statistics
 from recsys.errors import UserError, nearest
-
-logger = logging.getLogger("recsys")
+from recsys.runtime.logs import logger
 
 FileKey = tuple[str, int, int]
 

@@ -1,6 +1,5 @@
 """Parquet files of a dataset: opening them all, and reading first rows or whole columns."""
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +22,7 @@ from recsys.data.sources import find_files
 from recsys.data.storage import BadDataError, Files, partition_keys, reason
 from recsys.errors import UserError
 from recsys.runtime.live import Task
-
-logger = logging.getLogger("recsys")
+from recsys.runtime.logs import logger
 
 
 def open_dataset(

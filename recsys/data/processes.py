@@ -35,9 +35,9 @@ from recsys.errors import UserError
 from recsys.ids import IdStatistics
 from recsys.runtime.environment import keep_freed_memory, process_bytes
 from recsys.runtime.launch import environment_of_one_process
+from recsys.runtime.logs import logger
 from recsys.runtime.loops import are_worth_compiling, compile_loops
 
-logger = logging.getLogger("recsys")
 # Signals are ignored from the start, since importing takes seconds and a launcher or terminal may signal all processes;
 # decoding processes end when training does. And no module is imported from the working directory.
 _PROGRAM = """

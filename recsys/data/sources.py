@@ -1,7 +1,6 @@
 """Listing of Parquet files: folders, globs, files and URIs of a config key, local and remote."""
 
 import glob
-import logging
 import os
 import re
 import stat
@@ -17,8 +16,7 @@ import pyarrow.fs as fs
 
 from recsys.data.storage import Files, Storage, partition_keys, reason
 from recsys.errors import UserError, nearest
-
-logger = logging.getLogger("recsys")
+from recsys.runtime.logs import logger
 
 SCHEMES = ("s3", "gs", "hdfs", "file")
 # By the folder of a table's log, the table format. Only the log says which files are of the newest version.

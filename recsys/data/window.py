@@ -1,6 +1,5 @@
 """A window of rows, decoded, mapped and put into the order of training, column by column."""
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,9 +16,9 @@ from recsys.data.pool import BlockPool
 from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
 from recsys.data.storage import BadDataError
 from recsys.errors import UserError
+from recsys.runtime.logs import logger
 from recsys.runtime.loops import are_compiled, permute_lists, shuffle
 
-logger = logging.getLogger("recsys")
 _PERMUTED_AT_ONCE = 1 << 16  # lists
 _JOINED_ROWS = 1 << 14  # fewer are converted together with those of other segments
 _SHORT = 16  # numbers of vectors; of longer ones, fewer rows are joined, as joining copies them

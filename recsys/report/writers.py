@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ from recsys.config.choices import Tracker
 from recsys.errors import UserError
 from recsys.report.record import figures, leaves, read_config
 from recsys.runtime.files import naming, replace_file
-from recsys.runtime.logs import to_json
-
-logger = getLogger("recsys")
+from recsys.runtime.logs import logger, to_json
 
 TENSORBOARD = "tensorboard"  # folder in the run directory
 _PACKAGES = {Tracker.tensorboard: "tensorboard", Tracker.wandb: "wandb", Tracker.mlflow: "mlflow"}

@@ -6,7 +6,6 @@ that is compiled is one call for a whole column, takes less time, and other thre
 """
 
 import importlib
-import logging
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -14,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recsys.runtime.counter_random import LAST_SHIFT, MIXING
+from recsys.runtime.logs import logger
 
-logger = logging.getLogger("recsys")
 CHUNK = 65536  # ids worked on at once: few enough for the cache, and so many that NumPy's calls cost little
 # Arrays without dimensions: of a NumPy scalar, every call would make one.
 _ROUNDS = tuple((np.array(shift, np.uint64), np.array(factor, np.uint64)) for shift, factor in MIXING)

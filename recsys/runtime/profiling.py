@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from logging import getLogger
 from pathlib import Path
 
 import torch
@@ -11,9 +10,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from recsys.errors import why
 from recsys.runtime.files import replace_file, replacing
+from recsys.runtime.logs import logger
 from recsys.runtime.profile_text import profile_text
-
-logger = getLogger("recsys")
 
 _SKIPPED_STEPS = 10  # whose times are those of a start
 _WARM_UP_STEPS = 2  # of the profiler itself

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import getpass
 import json
-import logging
 import os
 import socket
 import threading
@@ -22,8 +21,7 @@ from typing import IO, Any
 from recsys.errors import UserError
 from recsys.runtime.files import naming
 from recsys.runtime.launch import launch_identity
-
-logger = logging.getLogger("recsys")
+from recsys.runtime.logs import logger
 
 LOCK_FILE = ".lock"
 _BEAT_S = 10.0

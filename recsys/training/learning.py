@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from logging import getLogger
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +33,7 @@ from recsys.data.wanted import column_of, float_column, role_features, with_figu
 from recsys.errors import UserError
 from recsys.ids import KeptIds, KeptRows, is_new, joined, read_vocabulary
 from recsys.runtime.environment import give_unused_back
-
-_log = getLogger("recsys")
+from recsys.runtime.logs import logger
 
 
 def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> Inputs:
@@ -146,13 +144,13 @@ def _kept_ids(
         stay, new = len(before) - evicted, len(vocabularies[name]) - len(before) + evicted
         room = table.num_embeddings - 1 - table.num_buckets - stay
         where = f", {evicted} of them in rows of evicted ids" if evicted else ""
-        _log.info(
+        logger.info(
             "table %s: ids that keep their rows: %d, new ones: %d%s; num_embeddings allows %d new ones",
             *(name, stay, new, where, room),
         )
         if kept[name].num_left_out and name not in overflowing:
             text = "table %s is full: new ids that share the rows of num_buckets: %d; %s"
-            _log.warning(text, name, kept[name].num_left_out, _more_room(name, config.train.init.evict_after_runs))
+            logger.warning(text, name, kept[name].num_left_out, _more_room(name, config.train.init.evict_after_runs))
     return kept
 
 
@@ -176,7 +174,7 @@ def _warn_of_files(config: Config, kept: dict[str, KeptIds], vocabularies: dict[
         else:
             continue
         text = "'%s', the file of %s, %s; set %s=null to take those of data.train"
-        _log.warning(text, config.tables[name].vocabulary, key, what, key)
+        logger.warning(text, config.tables[name].vocabulary, key, what, key)
 
 
 def _inherited(config: Config, source: Source, tables: Iterable[str]) -> Facts:
@@ -256,7 +254,7 @@ def _compare_files(tables: dict[str, TableConfig], facts: Facts) -> None:
     for name, table in tables.items():
         path = Path(table.vocabulary or "")
         if path.is_file() and not read_vocabulary(path).equals(facts.vocabularies[name]):
-            _log.warning("table %s: '%s' lists other ids by now; the run goes on with its own copy", name, path)
+            logger.warning("table %s: '%s' lists other ids by now; the run goes on with its own copy", name, path)
 
 
 def _num_rows(name: str, table: TableConfig, facts: Facts) -> int:
