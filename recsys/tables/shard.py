@@ -220,7 +220,8 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
     """
     _check_machines(plan, world)
     step.dense.to(world.device)
-    attach_table_optimizers(_table_parameters(step), config, world.device.type == "cuda")
+    tables = {table_of(key): weights for key, weights in step.named_parameters() if is_table(key)}
+    attach_table_optimizers(tables, config, world.device.type == "cuda")
     _place(plan, world)
     with _NoDraws():
         model = DistributedModelParallel(
@@ -274,8 +275,3 @@ def _place(plan: ShardingPlan, world: World) -> None:
             for shard in sharding.sharding_spec.shards if sharding.sharding_spec is not None else ():
                 if shard.placement.rank() == world.rank:
                     shard.placement = _remote_device(f"rank:{world.rank}/{world.device}")
-
-
-def _table_parameters(step: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights of the tables by name, before they are sharded."""
-    return {table_of(key): weights for key, weights in step.named_parameters() if is_table(key)}
