@@ -26,9 +26,9 @@ NUM_LISTS, MEAN, LONGEST, DIM, HEADS = 512, 20, 200, 64, 2
 Pass = Callable[[], tuple[torch.Tensor, torch.Tensor]]  # returns what comes out, and the gradient of what went in
 
 
-def draw_lengths(num_lists: int = NUM_LISTS) -> np.ndarray:
+def draw_lengths() -> np.ndarray:
     """Return lengths that fall geometrically, one of them the greatest allowed."""
-    lengths = np.random.default_rng(0).geometric(1 / MEAN, num_lists).clip(max=LONGEST)
+    lengths = np.random.default_rng(0).geometric(1 / MEAN, NUM_LISTS).clip(max=LONGEST)
     lengths[0] = LONGEST
     return lengths
 

@@ -239,9 +239,9 @@ def _times_ten(folder: Path) -> Path:
     return ten
 
 
-def _many_files(folder: Path, count: int = 10_000) -> Path:
-    """Return a folder of many files of 200 rows each, all of the same content."""
-    many = folder.with_name(f"{count}-files")
+def _many_files(folder: Path) -> Path:
+    """Return a folder of 10,000 files of 200 rows each, all of the same content."""
+    many = folder.with_name("10000-files")
     if not many.exists():
         small = folder.with_name("small")
         with pq.ParquetFile(next(folder.glob("*.parquet"))) as file:
@@ -249,7 +249,7 @@ def _many_files(folder: Path, count: int = 10_000) -> Path:
         _write(rows, small / "part.parquet")
         content = (small / "part.parquet").read_bytes()
         many.mkdir()
-        for i in range(count):
+        for i in range(10_000):
             (many / f"part-{i:05d}.parquet").write_bytes(content)
     return many
 

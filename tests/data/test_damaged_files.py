@@ -185,8 +185,8 @@ def test_files_that_change_or_vanish(tmp_path):
 def test_a_file_of_the_same_size_with_other_rows_or_columns(tmp_path):
     """Padded to one size by a remark in the footer."""
 
-    def padded(table: dict, row_group_size: int = 50, size: int = 4000) -> Path:
-        file, remark = tmp_path / "a.parquet", 500
+    def padded(table: dict, row_group_size: int = 50) -> Path:
+        file, remark, size = tmp_path / "a.parquet", 500, 4000
         for _ in range(2):
             data = pa.table(table)
             with pq.ParquetWriter(file, data.schema, store_schema=False, compression="none") as writer:

@@ -39,9 +39,9 @@ class Ranks:
         return [summaries for _, summaries in self.results]
 
 
-def figures(folder, column, group_rows=7, ranks=1, transform=None, dim=None):
+def figures(folder, column, ranks=1, transform=None, dim=None):
     if not list(folder.glob("*.parquet")):
-        pq.write_table(pa.table({"x": column}), folder / "rows.parquet", row_group_size=group_rows)
+        pq.write_table(pa.table({"x": column}), folder / "rows.parquet", row_group_size=7)
     dataset = open_dataset("data.train", str(folder), {"x": "features.x"})
     return measure(dataset, {}, [FloatColumn("x", "x", transform=transform, dim=dim)], Ranks(ranks)).floats["x"]
 

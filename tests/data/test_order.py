@@ -19,12 +19,12 @@ from recsys.data.order import (
 Row = tuple[str, int, int]  # file, row group, row
 
 
-def row_groups(sizes: list[list[int]], bytes_per_row: int = 8, folder: str = "/logs") -> RowGroups:
-    """One list of row-group sizes a file."""
+def row_groups(sizes: list[list[int]], folder: str = "/logs") -> RowGroups:
+    """One list of row-group sizes a file; a row has 8 bytes."""
     table = [(f, i, rows) for f, file_sizes in enumerate(sizes) for i, rows in enumerate(file_sizes)]
     file, index, num_rows = np.array(table, np.int64).reshape(-1, 3).T
     paths = tuple(f"{folder}/part-{f}.parquet" for f in range(len(sizes)))
-    return RowGroups(paths, file.astype(np.int32), index.astype(np.int32), num_rows, num_rows * bytes_per_row)
+    return RowGroups(paths, file.astype(np.int32), index.astype(np.int32), num_rows, num_rows * 8)
 
 
 def epoch_order(sizes: list[list[int]], num_streams: int = 4, **changes) -> EpochOrder:

@@ -104,13 +104,13 @@ def expected(
     return result
 
 
-def some_lists(count: int, nulls: float = 0.2, seed: int = 0) -> list[Any]:
+def some_lists(count: int, seed: int = 0) -> list[Any]:
     generator = np.random.default_rng(seed)
     rows: list[Any] = []
     for _ in range(count):
         ids = generator.integers(1, 1000, generator.integers(0, 8)).tolist()
-        null = generator.random() < nulls / 2
-        rows.append(None if null else [None if generator.random() < nulls else id for id in ids])
+        null = generator.random() < 0.1
+        rows.append(None if null else [None if generator.random() < 0.2 else id for id in ids])
     return rows
 
 

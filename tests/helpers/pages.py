@@ -66,7 +66,7 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-def run_page(page: Path, folder: Path, timeout: float = 1800) -> str:
+def run_page(page: Path, folder: Path) -> str:
     """Run the blocks of a page in one shell, in a folder that looks like a clone of the repository.
 
     Returns:
@@ -84,7 +84,7 @@ def run_page(page: Path, folder: Path, timeout: float = 1800) -> str:
     path = f"{folder}/.bin{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**environment(), "PATH": path, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     command = ["bash", ".page.sh"]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, f"{(folder / '.place').read_text()}{done.stdout[-1000:]}{done.stderr[-3000:]}"
     return done.stdout
 

@@ -76,15 +76,15 @@ def test_a_run_that_does_not_leak_is_left_alone(tmp_path: Path) -> None:
 
 
 def simulate(
-    monkeypatch: pytest.MonkeyPatch, size: Callable[[int], float], limit: float, num_steps: int, every: int = 50
+    monkeypatch: pytest.MonkeyPatch, size: Callable[[int], float], limit: float, num_steps: int
 ) -> tuple[str | None, Growth]:
-    """Take samples of a process of `size` MiB at each step; return the warning, if any."""
+    """Take samples of a process of `size` MiB at each fiftieth step; return the warning, if any."""
     now = [0]
     monkeypatch.setattr(growth, "_LEAST_SECONDS", 0.0)
     monkeypatch.setattr(growth, "_kinds", lambda *_: {"process": int(now[0] * MIB), "Arrow": 0})
     machine: Any = SimpleNamespace(host_share_bytes=int(limit * MIB), on_gpu=False)
     samples, warning = Growth(torch.device("cpu"), machine, num_steps), None
-    for step in range(every, num_steps + 1, every):
+    for step in range(50, num_steps + 1, 50):
         now[0] = size(step)
         warning = samples.sample(step, {}) or warning
     return warning, samples

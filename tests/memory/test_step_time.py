@@ -58,13 +58,13 @@ def speeds(ranks: int = 1, **changes: Any) -> Speeds:
     return Speeds(**settings | changes)
 
 
-def config_file(folder: Path, model: str = "{name: dlrm, top_mlp: [8]}") -> Path:
+def config_file(folder: Path) -> Path:
     path = folder / "c.yaml"
     path.write_text(
         "data: {train: /no/such/place, label_column: label}\n"
         "features: {a: {table: a}, b: {table: b, max_length: 5}, x: {type: float}}\n"
         "tables: {a: {num_embeddings: 100, embedding_dim: 4}, b: {num_embeddings: 60, embedding_dim: 4}}\n"
-        f"model: {model}\ntrain: {{global_batch_size: 64}}\n"
+        "model: {name: dlrm, top_mlp: [8]}\ntrain: {global_batch_size: 64}\n"
     )
     return path
 

@@ -181,9 +181,9 @@ def test_nothing_to_measure_is_nan():
     assert math.isnan(normalized_entropy(np.zeros(2), np.zeros(2), np.ones(2)))
 
 
-def ranking_evaluators(num_ranks: int, rows: tuple[np.ndarray, ...], batches: int = 3) -> list[LabelEvaluator]:
+def ranking_evaluators(num_ranks: int, rows: tuple[np.ndarray, ...]) -> list[LabelEvaluator]:
     evaluators = [LabelEvaluator(LABELS) for _ in range(num_ranks)]
-    for i, part in enumerate(np.array_split(np.arange(len(rows[0])), num_ranks * batches)):
+    for i, part in enumerate(np.array_split(np.arange(len(rows[0])), num_ranks * 3)):
         labels, logits, weights = (each[part] for each in rows)
         evaluators[i % num_ranks].update(torch.tensor(logits, dtype=torch.float32), batch_of(labels, weights))
     return evaluators

@@ -229,10 +229,10 @@ def test_mistakes(options: tuple[str, ...], said: str, runs: tuple[Path, Path], 
 
 
 class FakeTrials:
-    """Tables whose losses by code add up; counts what is asked of codes together."""
+    """Tables whose losses by code add up."""
 
     def __init__(self, losses: dict[str, dict[str, tuple[float, float]]]) -> None:
-        self._losses, self.together = losses, 0
+        self._losses = losses
         tables = {name: TableConfig(num_embeddings=100, embedding_dim=64) for name in losses}
         publish = SimpleNamespace(publish=SimpleNamespace(dir=None))
         self.config = SimpleNamespace(tables=tables, train=publish)
@@ -244,7 +244,6 @@ class FakeTrials:
         return 0
 
     def loss(self, compression: Compression, remark: str) -> Loss:
-        self.together += "alone" not in remark
         parts = [self._losses[table].get(code.name, (0.0, 0.0)) for table, code in compression.codes.items()]
         return Loss(sum(value for value, _ in parts), sum(at_most for _, at_most in parts))
 

@@ -58,13 +58,13 @@ def score(folder: Path, *arguments: object, status: int = 0) -> str:
     return done.stderr.strip() if status else done.stdout.strip()
 
 
-def assert_same_scores(ours: pa.Table, theirs: pa.Table, atol: float = 1e-5) -> None:
+def assert_same_scores(ours: pa.Table, theirs: pa.Table) -> None:
     assert ours.column_names == theirs.column_names and len(ours) == len(theirs)
     for name in ours.column_names:
         if name.startswith("score"):
             # Of a model that has diverged, scores are small differences of numbers as large as the largest of them.
             largest = float(np.abs(theirs[name]).max(initial=0))
-            np.testing.assert_allclose(ours[name], theirs[name], rtol=atol, atol=atol + 1e-6 * largest)
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-5 + 1e-6 * largest)
         else:
             assert ours[name].to_pylist() == theirs[name].to_pylist(), name
 

@@ -68,7 +68,7 @@ def overrides(kind: str, dtype: str, optimizer: str) -> list[str]:
 class Reference:
     """The tables as plain tensors, the optimizers' rules written out; `on_gpu`: as kernels there round."""
 
-    def __init__(self, config: Config, on_gpu: bool = False) -> None:
+    def __init__(self, config: Config, on_gpu: bool) -> None:
         self.config, self.on_gpu = config, on_gpu
         torch.manual_seed(config.seed)
         dims = {f: config.tables[config.features[f].table].embedding_dim for f in id_features(config)}
