@@ -1,12 +1,12 @@
 """A process that is killed at any point of a save leaves a whole checkpoint, and the next save goes on from there."""
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kills import kill
 from launch import forking
 from small_checkpoints import checkpoints, loaded, names, state, tensors
 
@@ -25,12 +25,8 @@ def _killed_save(folder: Path, prepare: Callable[[], None]) -> None:
         saved.save(tensors(2), state(2))
 
 
-def _kill(*arguments: Any, **settings: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _kill_in_staging() -> None:
-    Tensors.to_save = _kill  # type: ignore[assignment,method-assign]
+    Tensors.to_save = kill  # type: ignore[assignment,method-assign]
 
 
 def _kill_in_a_shard() -> None:
@@ -40,13 +36,13 @@ def _kill_in_a_shard() -> None:
         write(self, bytes(data)[: len(data) // 2])
         self.flush()
         if self.num_bytes >= 400:
-            _kill()
+            kill()
 
     HashedFile.write = half  # type: ignore[method-assign]
 
 
 def _kill_before_the_marker() -> None:
-    Marker.write = _kill  # type: ignore[method-assign]
+    Marker.write = kill  # type: ignore[method-assign]
 
 
 def _kill_after_the_marker() -> None:
@@ -54,20 +50,20 @@ def _kill_after_the_marker() -> None:
 
     def write_and_kill(self: Marker, folder: Path) -> None:
         write(self, folder)
-        _kill()
+        kill()
 
     Marker.write = write_and_kill  # type: ignore[method-assign]
 
 
 def _kill_after_the_renaming() -> None:
-    Checkpoints._point_to = _kill  # type: ignore[method-assign]
+    Checkpoints._point_to = kill  # type: ignore[method-assign]
 
 
 def _kill_in_pruning() -> None:
     def remove_half(folder: Path, **settings: Any) -> None:
         if folder.exists():
             (folder / "rank_0.bin").unlink()
-            _kill()
+            kill()
 
     save_module.shutil.rmtree = remove_half  # type: ignore[assignment]
 

@@ -10,16 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from kills import kill
 from launch import fork_train
 
 from recsys.datasets import writer
 from recsys.datasets.prepare import prepare
 
 WORDS = ("prepare", "synthetic", "--rows", "2000", "--valid-rows", "100", "--test-rows", "100", "--users", "50")
-
-
-def kill(*_: Any, **__: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_while_writing() -> None:

@@ -46,7 +46,7 @@ def kill_at(point: str, ranks: tuple[int, ...], number: int) -> None:
         if last and point == "after_marker":
             whole(self, *arguments)
         if last:
-            _kill()
+            kill()
         return whole(self, *arguments)
 
     setattr(owner, name, part)
@@ -58,7 +58,7 @@ def _kill_in_pruning(number: int) -> None:
     def part(folder: Path, **settings: Any) -> None:
         if Path(folder).exists() and next(calls) == number:
             next(Path(folder).glob("*.bin")).unlink()
-            _kill()
+            kill()
         whole(folder, **settings)
 
     save_module.shutil.rmtree = part  # type: ignore[assignment]
@@ -69,7 +69,7 @@ def kill_after(seconds: float) -> None:
 
     def wait_and_kill() -> None:
         time.sleep(seconds)
-        _kill()
+        kill()
 
     whole = Trainer.fit
 
@@ -100,7 +100,8 @@ def terminate_twice(step: int) -> None:
     signal_before(Tensors, "to_save", lambda self: sent == ["_advance"])
 
 
-def _kill() -> None:
+def kill(*_: Any, **__: Any) -> None:
+    """Kill this process; takes what a method takes whose place it has."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from kills import kill
 from launch import ROOT, fork_train
 from retrieval import write_retrieval
 
@@ -163,12 +164,6 @@ def kill_at_the_second(place: str) -> Any:
     return {"rows": kill_in_rows, "manifest": kill_before_manifest, "renamed": kill_after_renaming}[place]
 
 
-def _kill() -> None:
-    import os
-
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def kill_in_rows() -> None:
     from recsys.serving.export_tables import Files
 
@@ -193,10 +188,10 @@ def _killing(owner: Any, name: str, number: int, after: bool) -> None:
     def part(*arguments: Any, **named: Any) -> Any:
         last = next(calls) == number
         if last and not after:
-            _kill()
+            kill()
         result = whole(*arguments, **named)
         if last:
-            _kill()
+            kill()
         return result
 
     setattr(owner, name, part)
