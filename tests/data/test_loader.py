@@ -1,31 +1,19 @@
 """The loader: every row once, the same global batches for any ranks and threads, resume anywhere."""
 
-from collections.abc import Iterator
 from contextlib import closing
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import pytest
-from rows import SPEC, STARTS, Row, build, numbers, read, rows, threads, write
+from rows import SPEC, STARTS, Row, build, numbers, read, rows, write
 
-from recsys.data.dataset import Dataset
 from recsys.data.loader import Loader
 from recsys.data.order import Position
 from recsys.data.parquet import open_dataset
 from recsys.data.window import Columns
 
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory) -> Dataset:
-    """101 rows in five row groups of three files."""
-    return write(tmp_path_factory.mktemp("data"), [[40, 0, 13], [1], [30, 17]])
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    assert not threads()
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 LAYOUTS = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rows import OPTIONS, SPEC, Row, build, numbers, read, rows, threads, write
+from rows import OPTIONS, SPEC, Row, build, numbers, read, rows, write
 
 from recsys.data.dataset import Dataset
 from recsys.data.loader import Loader
@@ -16,17 +16,7 @@ from recsys.data.order import Position
 from recsys.data.parquet import open_dataset
 from recsys.ids import HashMapping, IdStatistics
 
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory) -> Dataset:
-    """101 rows in five row groups of three files."""
-    return write(tmp_path_factory.mktemp("data"), [[40, 0, 13], [1], [30, 17]])
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    assert not threads()
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 # Any number of ranks

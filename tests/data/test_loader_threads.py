@@ -3,7 +3,6 @@
 import itertools
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from rows import IDENTITY, OPTIONS, SPEC, build, threads, write
 
 import recsys.data.loader as loader_module
 from recsys.data.batch import Batch
-from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.loader import Loader
 from recsys.data.order import Window
@@ -23,17 +21,7 @@ from recsys.data.window import Columns
 from recsys.errors import UserError
 from recsys.ids import IdentityMapping
 
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory) -> Dataset:
-    """101 rows in five row groups of three files."""
-    return write(tmp_path_factory.mktemp("data"), [[40, 0, 13], [1], [30, 17]])
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    assert not threads()
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 # Threads
