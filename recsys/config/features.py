@@ -3,7 +3,7 @@
 from collections.abc import Container
 
 from recsys.config.choices import FeatureType, Pooling, RowCode
-from recsys.config.schema import Config
+from recsys.config.schema import Config, TableConfig
 
 
 def id_features(config: Config) -> list[str]:
@@ -16,9 +16,14 @@ def model_features(config: Config) -> list[str]:
     return [name for name in id_features(config) if config.features[name].expert_of is None]
 
 
+def table_of_feature(config: Config, feature: str) -> TableConfig:
+    """Return the table of an id feature of a checked config."""
+    return config.tables[config.features[feature].table or ""]
+
+
 def dims_of(config: Config) -> dict[str, int]:
     """Return the embedding_dim of each id feature's table."""
-    return {name: config.tables[config.features[name].table or ""].embedding_dim for name in id_features(config)}
+    return {name: table_of_feature(config, name).embedding_dim for name in id_features(config)}
 
 
 def with_experts(config: Config, names: Container[str]) -> list[str]:
@@ -61,7 +66,7 @@ def evaluated_rows(config: Config, world_size: int, rows: int) -> int:
 
 def quantized_features(config: Config) -> dict[str, RowCode]:
     """Return the code of each id feature whose table is quantised."""
-    codes = {name: config.tables[config.features[name].table or ""].quantize for name in id_features(config)}
+    codes = {name: table_of_feature(config, name).quantize for name in id_features(config)}
     return {name: code for name, code in codes.items() if code is not None}
 
 
@@ -70,5 +75,5 @@ def averaged_features(config: Config) -> dict[str, list[str]]:
     return {
         name: with_experts(config, [config.features[name].expert_of or name])
         for name in id_features(config)
-        if config.tables[config.features[name].table or ""].pooling is Pooling.mean
+        if table_of_feature(config, name).pooling is Pooling.mean
     }

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.config import Config, IdMappingType
-from recsys.config.features import id_features, rank_rows, sampled_rows, with_experts
+from recsys.config.features import id_features, rank_rows, sampled_rows, table_of_feature, with_experts
 from recsys.data.decode import CACHED_ROW_GROUPS
 from recsys.data.facts import counts_of
 from recsys.data.inputs import Inputs
@@ -137,7 +137,7 @@ def _vocabularies(config: Config, inputs: Inputs | None, distinct: Mapping[str, 
     counted = {name: rows[name] for name, table in tables.items() if table.vocabulary is None}
     size = sum(index_bytes(n, n * _NUMBER_BYTES) for n in rows.values()) + sum(map(_index_bytes, corpus))
     if (feature := config.model.needs().log_shares_of) is not None:
-        num_rows = config.tables[config.features[feature].table or ""].num_embeddings
+        num_rows = table_of_feature(config, feature).num_embeddings
         size += _NUMBER_BYTES * num_rows
         counted[counts_of(feature)] = int(min(num_rows, distinct.get(feature, num_rows)))
     return size, counted

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import Config
-from recsys.config.features import dims_of, float_columns, id_features
+from recsys.config.features import dims_of, float_columns, id_features, table_of_feature
 from recsys.data.batch import Batch, Sampled
 from recsys.data.order import Position
 from recsys.data.pool import Fence
@@ -29,7 +29,7 @@ def fake_tensors() -> Iterator[None]:
 def fake_step(config: Config) -> TrainStep:
     """Return the step of a config that is not sharded."""
     feature = config.model.needs().log_shares_of
-    rows = config.tables[config.features[feature].table or ""].num_embeddings if feature else 0
+    rows = table_of_feature(config, feature).num_embeddings if feature else 0
     return build_step(config, lambda: (torch.zeros(rows), 0))
 
 

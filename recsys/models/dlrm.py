@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from recsys.config import Config, FeatureType
 from recsys.config.bounds import bounded
 from recsys.config.choices import Interaction
+from recsys.config.features import table_of_feature
 from recsys.config.model import ModelConfig, Needs
 from recsys.config.names import one_of
 from recsys.errors import UserError
@@ -76,7 +77,7 @@ class DLRMConfig(ModelConfig):
                 f"config key '{key}': the rows of '{query}' are weighted themselves; name a feature that has one "
                 f"vector a row"
             )
-        own, other = (config.tables[config.features[input_name].table or ""].model_dim for input_name in (name, query))
+        own, other = (table_of_feature(config, input_name).model_dim for input_name in (name, query))
         if own != other:
             raise UserError(
                 f"config key '{key}': its table has embedding_dim {own}, and that of '{query}' {other}; they are "

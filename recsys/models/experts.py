@@ -7,7 +7,7 @@ from torch import nn
 from recsys.config import Config
 from recsys.config.choices import Gate
 from recsys.config.experts import gate_inputs
-from recsys.config.features import model_features, with_experts
+from recsys.config.features import model_features, table_of_feature, with_experts
 from recsys.models.base import Vectors
 from recsys.models.halves import InParts, in_parts
 from recsys.tables.module_names import module_name
@@ -44,7 +44,7 @@ class ExpertSums(nn.ModuleDict):
         super().__init__()
         self._names: dict[str, list[str]] = {}  # of each expert's vectors, by feature
         self._gate_inputs: dict[str, list[str]] = {}
-        tables = {name: config.tables[config.features[name].table or ""] for name in model_features(config)}
+        tables = {name: table_of_feature(config, name) for name in model_features(config)}
         for name, table in tables.items():
             if table.experts is None:
                 continue

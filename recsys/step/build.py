@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from recsys.config import Config
-from recsys.config.features import float_columns, model_features
+from recsys.config.features import float_columns, model_features, table_of_feature
 from recsys.config.model import find_model
 from recsys.errors import UserError
 from recsys.models.base import DenseInputs, checkpoint_mlps
@@ -37,7 +37,7 @@ def build_tables(config: Config) -> TrainStep:
 def build_dense_half(config: Config, log_shares: Callable[[], tuple[torch.Tensor, int]]) -> DenseHalf:
     """Return the dense half of the step, with the weights that the seed gives; arguments as of `build_step`."""
     torch.manual_seed(config.seed)
-    dims = {name: config.tables[config.features[name].table or ""].model_dim for name in model_features(config)}
+    dims = {name: table_of_feature(config, name).model_dim for name in model_features(config)}
     shares, num_counted = (None, 0) if config.model.needs().log_shares_of is None else log_shares()
     inputs = DenseInputs(dims, float_columns(config), config.labels(), shares, config.train.distill, num_counted)
     model = find_model(config.model.name)(config.model, inputs)

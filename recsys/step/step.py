@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from recsys.config import Autocast, Config
 from recsys.config.choices import FloatType
-from recsys.config.features import averaged_features, id_features, quantized_features
+from recsys.config.features import averaged_features, id_features, quantized_features, table_of_feature
 from recsys.data.batch import Batch
 from recsys.models.base import Model
 from recsys.models.dropout import RowDropout, dropouts, set_dropout_keys
@@ -73,7 +73,7 @@ class DenseHalf(nn.Module):
         self.model, self._seed = model, config.seed
         self._clip_norm = config.optimizer.dense.clip_norm
         self._averaged, self.unpooled = averaged_features(config), config.unpooled_features()
-        tables = {name: config.tables[config.features[name].table or ""] for name in id_features(config)}
+        tables = {name: table_of_feature(config, name) for name in id_features(config)}
         self.l2 = {name: table.l2 for name, table in tables.items() if table.l2}
         self.codes, self.in_int8 = quantized_features(config), config.precision.dense_int8
         self._dtype = AUTOCAST_TYPES.get(config.precision.autocast)

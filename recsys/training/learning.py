@@ -12,7 +12,7 @@ from recsys.checkpoint import FACTS, Source, check_facts, facts_of, footers_of
 from recsys.checkpoint.files import entry_of
 from recsys.config import Config, IdMappingType, TableConfig
 from recsys.config.experts import deciding_tables, experts_with
-from recsys.config.features import id_features
+from recsys.config.features import id_features, table_of_feature
 from recsys.config.initial import Take
 from recsys.config.meaning import meaning
 from recsys.data.checks import check_types
@@ -85,7 +85,7 @@ def _row_counter(inputs: Inputs, inherited: Facts) -> RowCounter | None:
     config, feature = inputs.config, inputs.config.model.needs().log_shares_of
     if feature is None or feature in inherited.row_counts or "train" not in inputs.datasets:
         return None
-    table = config.tables[config.features[feature].table or ""]
+    table = table_of_feature(config, feature)
     is_mapped = table.mapping is not IdMappingType.vocabulary and table.kept_rows is None
     return RowCounter(inputs.id_column(feature), is_mapped)
 
@@ -93,7 +93,7 @@ def _row_counter(inputs: Inputs, inherited: Facts) -> RowCounter | None:
 def _with_row_counts(inputs: Inputs, facts: Facts, rows: RowCounter) -> Facts:
     """Return the facts with row counts of all ranks; the inputs must have the final mappings."""
     feature = inputs.config.model.needs().log_shares_of or ""
-    size = inputs.config.tables[inputs.config.features[feature].table or ""].num_embeddings
+    size = table_of_feature(inputs.config, feature).num_embeddings
     own, num_ids = rows.counts(inputs.id_column(feature), size)
     counts = inputs.world.sum(torch.from_numpy(own)).numpy()
     num_counted = {**facts.num_counted, counts_of(feature): num_ids}
