@@ -219,15 +219,14 @@ class Fitter:
 
     def _data_of(self, config: Config) -> DataFacts:
         """Return the facts of the data for a config; with smaller windows, bounds of what they take."""
-        streams = streams_of_a_rank(config, self._topology.world_size)
-        size = config.data.window_mib << 20
-        topology = self._topology
-        threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
-        most = 2 * size * streams, 3 * size * max(1, threads)
         if config.data.window_mib == self.config.data.window_mib:
             return self._data
-        decoding = tuple(replace(of_rank, later=min(of_rank.later, most[1])) for of_rank in self._data.decoding)
-        windows = {key: min(getattr(self._data, key), most[0]) for key in ("window_bytes", "eval_window_bytes")}
+        topology, size = self._topology, config.data.window_mib << 20
+        threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
+        of_windows = 2 * size * streams_of_a_rank(config, topology.world_size)
+        of_decoding = 3 * size * max(1, threads)
+        decoding = tuple(replace(of_rank, later=min(of_rank.later, of_decoding)) for of_rank in self._data.decoding)
+        windows = {key: min(getattr(self._data, key), of_windows) for key in ("window_bytes", "eval_window_bytes")}
         return replace(self._data, decoding=decoding, **windows)
 
     def missing(self, config: Config) -> int:
