@@ -100,10 +100,6 @@ def environment_reads(path: str, tree: ast.Module) -> Iterator[str]:
             yield f"{path}:{line}: {name} outside recsys/runtime"
 
 
-def names_in(node: ast.AST) -> set[str]:
-    return {getattr(n, "id", "") or getattr(n, "attr", "") for n in ast.walk(node)}
-
-
 def import_effects(path: str, tree: ast.Module) -> Iterator[str]:
     """Statements at module level that do more than name something."""
     harmless = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

@@ -146,12 +146,6 @@ def test_files_without_rows(tmp_path):
 # Rows
 
 
-def open_all(path: Path, **options) -> Dataset:
-    files = [path] if path.suffix else sorted(path.glob("*.parquet"))
-    names = pq.read_schema(files[0]).names
-    return open_dataset("data.train", str(path), dict.fromkeys(names, "key"), **options)
-
-
 def test_reader_gives_the_rows_of_a_segment(tmp_path):
     file = write(tmp_path / "a.parquet", {"user": list(range(10)), "other": ["x"] * 10}, row_group_rows=4)
     dataset = open_users(file)
