@@ -19,7 +19,7 @@ _SAMPLED_SCORES = 1 << 10  # of a rank, to find ranges of scores with about equa
 
 
 def auc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
-    """Return the area under the ROC curve, ties counted half; NaN when one class is missing.
+    """Return the area under the ROC curve, ties counted half; NaN when one class is missing or a score is NaN.
 
     Args:
         labels: 0 or 1; scores: any order-preserving score; weights: 0 or more. All [rows].
@@ -30,12 +30,12 @@ def auc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
 def grouped_auc(groups: np.ndarray, labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
     """Return the mean of the groups' AUCs by their sums of weights (Zhu et al. 2017, doi:10.1145/3097983.3098134).
 
-    Groups in which one class is missing do not count; NaN if there are no others.
+    Groups in which one class is missing do not count; NaN if there are no others, or a score is NaN.
 
     Args:
         groups: of any type, [rows]. labels, scores, weights: as of `auc`.
     """
-    if not len(labels):
+    if not len(labels) or np.isnan(scores).any():
         return float("nan")
     order = np.argsort(scores, kind="stable")
     order = order[np.argsort(groups[order], kind="stable")]
@@ -124,8 +124,9 @@ def _sums(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.
 def _of_rows(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray) -> list[np.ndarray]:
     """Return the terms of rows in each of `_sums`, [rows] each."""
     if loss.is_binary:
-        losses = np.logaddexp(0, outputs) - labels * outputs
-        rates = np.exp(-np.logaddexp(0, -outputs))  # 1 / (1 + exp(-x)) without an overflow
+        with np.errstate(invalid="ignore"):  # of scores that are NaN
+            losses = np.logaddexp(0, outputs) - labels * outputs
+            rates = np.exp(-np.logaddexp(0, -outputs))  # 1 / (1 + exp(-x)) without an overflow
         return [weights, weights * labels, weights * losses, weights * rates]
     errors = outputs - labels
     return [weights, weights * errors**2, weights * np.abs(errors)]
@@ -180,10 +181,12 @@ class LabelEvaluator:
         metrics: dict[str, float] = {}
         for prefix, loss, i in self._prefixed():
             values = {}
-            if loss.is_binary:
+            num_rows, *sums = world.sum(torch.from_numpy(self._sums[i])).numpy()
+            if loss.is_binary and np.isnan(sums[-1]):  # the sum of predictions: a score is NaN, and has no place
+                values["auc"] = float("nan")
+            elif loss.is_binary:
                 rows = self._packed[i].joined()
                 values["auc"] = _auc_of_ranks(world, rows.copy() if self._units[i] else rows)
-            num_rows, *sums = world.sum(torch.from_numpy(self._sums[i])).numpy()
             values |= _from_sums(loss, np.array(sums)) | {"rows": float(num_rows)}
             metrics |= {f"{prefix}{name}": value for name, value in values.items()}
         return metrics

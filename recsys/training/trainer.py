@@ -245,7 +245,8 @@ class Trainer:
         if math.isnan(value):
             raise UserError(
                 f"config key 'train.early_stop.metric': {metric} is not a number on data.valid, which may hold one "
-                f"class only; give data.valid other rows, or watch another metric"
+                f"class only, or numbers so large that scores overflow; give data.valid other rows, or watch another "
+                f"metric"
             )
         best = state.best_metric
         if best is None or (value > best if is_higher_better(metric) else value < best):

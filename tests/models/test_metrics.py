@@ -234,6 +234,16 @@ def test_ranking_fill_does_not_count():
     assert math.isfinite(found["log_loss"])
 
 
+@pytest.mark.parametrize("nan", [float("nan"), -float("nan")])  # which would be the highest score, and the lowest
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_score_that_is_nan_has_no_place(num_ranks, nan):
+    evaluators = ranking_evaluators(num_ranks, some_rows(90, 0))
+    evaluators[-1].update(torch.tensor([nan]), batch_of([1], [1]))
+    found = over_ranks(evaluators)
+    assert math.isnan(found["auc"]) and math.isnan(found["log_loss"])
+    assert math.isnan(auc(np.array([1.0, 0]), np.array([nan, 0]), np.ones(2)))
+
+
 def test_ranking_of_low_precision_outputs():
     evaluator = LabelEvaluator(LABELS)
     evaluator.update(torch.tensor([2.0, -1.0], dtype=torch.bfloat16), batch_of([1, 0], [1, 1]))
