@@ -6,6 +6,7 @@ A request has a list for each column, with a value for each row; the answer has 
 rows is answered by status 400 and a sentence on it.
 """
 
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,14 @@ class Scores(litserve.LitAPI):
     def predict(self, request: dict[str, list[Any]]) -> dict[str, list[float]]:
         """Return the scores of a request's rows."""
         try:
-            return self.scorer.score(request).to_pydict()
+            scores: dict[str, list[float]] = self.scorer.score(request).to_pydict()
         except ExportError as error:
             raise HTTPException(400, str(error)) from error
+        for name, values in scores.items():
+            for row, value in enumerate(values):
+                if not math.isfinite(value):  # of which JSON has no number
+                    raise HTTPException(400, f"row {row} has {name} {value}; a number of it is too large for the model")
+        return scores
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""`serve.py`, the example of a server: how it ends."""
+"""`serve.py`, the example of a server: how it ends, and scores that JSON has no number for."""
 
+import runpy
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 from launch import ROOT
 
@@ -37,3 +40,16 @@ def test_a_server_that_is_told_to_end_leaves_no_process(number: signal.Signals) 
         assert server.stdout is not None and server.stdout.readline() == "runs\n"
         server.send_signal(number)
         assert server.communicate(timeout=60)[0] == "its processes have ended\n"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_without_a_finite_score_is_a_mistake(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "recsys/serving")
+    monkeypatch.setitem(sys.modules, "litserve", SimpleNamespace(LitAPI=object))
+    monkeypatch.setitem(sys.modules, "fastapi", SimpleNamespace(HTTPException=Exception))
+    api = runpy.run_path(str(ROOT / "recsys/serving/serve.py"))["Scores"]()
+    api.scorer = SimpleNamespace(score=pa.table)
+    assert api.predict({"score": [0.5, 1.0]}) == {"score": [0.5, 1.0]}
+    with pytest.raises(Exception) as error:
+        api.predict({"score_click": [0.5, 1.0], "score_price": [1.0, value]})
+    assert error.value.args == (400, f"row 1 has score_price {value}; a number of it is too large for the model")
