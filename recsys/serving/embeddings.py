@@ -126,7 +126,8 @@ def rows_of_tower(
     if tower == "item":
         keep = [column_of(config, config.model.needs().item_id or "")] if keep is None else keep
         if data is None and config.data.items is not None:
-            own = Given("items", config.data.items, tuple(keep), row_filter(config, "items"), key="data.items")
+            filter, max_rows = row_filter(config, "items"), config.data.max_rows
+            own = Given("items", config.data.items, tuple(keep), filter, key="data.items", max_rows=max_rows)
             return own, keep
     if data is None:
         raise UserError(f"nothing says of which {tower}s the vectors are wanted; give their rows as --data")

@@ -62,9 +62,10 @@ class Finished:
         return replace(self, checkpoint=self.checkpoint.absolute(), config=replace(self.config, data=data))
 
     def given(self, role: str, paths: str | list[str], keep: Sequence[str] | None) -> Given:
-        """Return rows to be scored, without the filter of the run's own data, unless the user sets one."""
+        """Return rows to be scored, without the filter and limit of the run's own data, unless the user sets one."""
         filter = row_filter(self.config, role) if "data.filter" in self.changed else None
-        return Given(role, paths, tuple(keep or ()), filter)
+        max_rows = self.config.data.max_rows if "data.max_rows" in self.changed else None
+        return Given(role, paths, tuple(keep or ()), filter, max_rows=max_rows)
 
 
 def find_run(run: str, overrides: Sequence[str] = (), trust_code: bool = False) -> Finished:

@@ -28,7 +28,7 @@ from recsys.config import load_config
 from recsys.data import inputs
 from recsys.errors import LAUNCHER_FILE, UserError, read_launcher_error
 from recsys.serving import api
-from recsys.serving.embeddings import table_of
+from recsys.serving.embeddings import rows_of_tower, table_of
 from recsys.serving.finished import Finished
 from recsys.serving.predict import check_recommends
 from recsys.serving.score import ExportError, as_table
@@ -136,6 +136,14 @@ def test_names_of_vectors_and_numbers_of_items_have_their_type() -> None:
         with pytest.raises(UserError, match=r"^k is .*must be a whole number above 0"):
             check_recommends(run, k)  # type: ignore[arg-type]
     check_recommends(run, np.int64(20))
+
+
+def test_only_the_first_rows_are_read_of_the_runs_items_and_where_the_user_asks_for_it() -> None:
+    options = ["data.items=nowhere", "data.max_rows=3"]
+    config = load_config(ROOT / "configs/two_tower_sample.yaml", options)
+    trained, asked = Finished(config, Path("nowhere"), ()), Finished(config, Path("nowhere"), ("data.max_rows",))
+    assert rows_of_tower(trained, "item", None, None)[0].max_rows == 3  # as in evaluate, recommend and export
+    assert [run.given("rows", "elsewhere", None).max_rows for run in (trained, asked)] == [None, 3]
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
