@@ -182,11 +182,12 @@ def _check_cold(column: str, dtype: pa.DataType) -> None:
 
 
 def _name(value: pa.Scalar) -> str:
-    """Return the name of the slice of a value."""
+    """Return the name of the slice of a value; a text that reads as null has quotes."""
     if not value.is_valid:
         return "null"
     try:
-        return str(value.as_py())
+        name = str(value.as_py())
+        return repr(name) if name == "null" else name
     except ValueError:  # a time with nanoseconds, which Python's has not
         return value.cast(pa.string()).as_py()
 

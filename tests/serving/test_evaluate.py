@@ -179,6 +179,11 @@ def test_slices_of_times_with_nanoseconds() -> None:
     assert names(pa.array([1, 1500], pa.time64("ns"))) == ["00:00:00.000000001", "00:00:00.000001500"]
 
 
+def test_a_text_that_reads_as_null_is_a_slice_of_its_own() -> None:
+    names = _slices(None, Extras(by="device"))  # type: ignore[arg-type]
+    assert names(pa.array(["null", None, "ios", "None"])) == ["'null'", "null", "ios", "None"]
+
+
 def test_cold_ids_of_a_struct_are_refused(tmp_path: Path) -> None:
     """Before data.train is counted, which would end with a traceback of Arrow's."""
     pq.write_table(pa.table({"device": [{"os": "ios"}, None]}), tmp_path / "a.parquet")
