@@ -8,12 +8,28 @@ rows is answered by status 400 and a sentence on it.
 
 import math
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import litserve
+import pyarrow as pa
 from fastapi import HTTPException  # which litserve is built on
 from score import ExportError, Scorer
+
+
+def typed(values: Any) -> Any:
+    """Return the values of a column, whole numbers from 2**63 on as uint64, of which JSON cannot tell."""
+    if isinstance(values, list):
+        try:
+            return pa.array(values)
+        except OverflowError:
+            for kind in (pa.uint64(), pa.list_(pa.uint64())):
+                with suppress(OverflowError, TypeError, ValueError, pa.ArrowException):
+                    return pa.array(values, kind)
+        except (TypeError, ValueError, pa.ArrowException):
+            pass
+    return values  # if there is a mistake in them, the scorer says it
 
 
 class Scores(litserve.LitAPI):
@@ -25,8 +41,9 @@ class Scores(litserve.LitAPI):
 
     def predict(self, request: dict[str, list[Any]]) -> dict[str, list[float]]:
         """Return the scores of a request's rows."""
+        rows = {name: typed(values) for name, values in request.items()} if isinstance(request, dict) else request
         try:
-            scores: dict[str, list[float]] = self.scorer.score(request).to_pydict()
+            scores: dict[str, list[float]] = self.scorer.score(rows).to_pydict()
         except ExportError as error:
             raise HTTPException(400, str(error)) from error
         for name, values in scores.items():

@@ -1,10 +1,11 @@
-"""`serve.py`, the example of a server: how it ends, and scores that JSON has no number for."""
+"""`serve.py`, the example of a server: how it ends, and numbers that JSON tells less of than Arrow."""
 
 import runpy
 import signal
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -42,14 +43,41 @@ def test_a_server_that_is_told_to_end_leaves_no_process(number: signal.Signals) 
         assert server.communicate(timeout=60)[0] == "its processes have ended\n"
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_without_a_finite_score_is_a_mistake(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The server's answers, of a model that gives back the rows."""
     monkeypatch.syspath_prepend(ROOT / "recsys/serving")
     monkeypatch.setitem(sys.modules, "litserve", SimpleNamespace(LitAPI=object))
     monkeypatch.setitem(sys.modules, "fastapi", SimpleNamespace(HTTPException=Exception))
     api = runpy.run_path(str(ROOT / "recsys/serving/serve.py"))["Scores"]()
     api.scorer = SimpleNamespace(score=pa.table)
+    return api
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_without_a_finite_score_is_a_mistake(value: float, api: Any) -> None:
     assert api.predict({"score": [0.5, 1.0]}) == {"score": [0.5, 1.0]}
     with pytest.raises(Exception) as error:
         api.predict({"score_click": [0.5, 1.0], "score_price": [1.0, value]})
     assert error.value.args == (400, f"row 1 has score_price {value}; a number of it is too large for the model")
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([2**64 - 1, 7, None], pa.uint64()),
+        ([[2**63, 7], [], None], pa.list_(pa.uint64())),
+        ([7, -1], pa.int64()),
+        ([2**63, -1], list),  # no type has both, as none has the next
+        ([2**64], list),
+        ([7, "a"], list),
+        ("text", str),
+    ],
+)
+def test_ids_from_2_63_on_are_scored(values: Any, kind: Any, api: Any) -> None:
+    rows: dict[str, Any] = {}
+    api.scorer = SimpleNamespace(score=lambda given: rows.update(given) or pa.table({"score": [0.5]}))
+    api.predict({"user_id": values})
+    found = rows["user_id"]
+    assert (found.type if isinstance(found, pa.Array) else type(found)) == kind
+    assert (found.to_pylist() if isinstance(found, pa.Array) else found) == values
