@@ -11,6 +11,7 @@ from recsys.tables.spec import Shard, vector_type
 from recsys.tables.updates import in_fbgemm
 
 _DISTINCT_BYTES = 32  # of an id, while those of a table are told apart: joined, sorted, their order and their places
+_PLACE_BYTES = 8  # of an id, or a row
 
 
 class Lookups:
@@ -62,21 +63,18 @@ class Lookups:
         return int(vectors), int(reduced), int(ids)
 
     def update_temporaries(self, rows: int, means: Mapping[str, float]) -> int:
-        """Return what updates by rules in torch take at once, of the tables of one kernel of FBGEMM: the gradient by
-        each id of their pooled lists, and of one of them that by each of the rows that these ids name."""
-        by_id: dict[tuple[object, ...], float] = {}
-        by_row: dict[tuple[object, ...], float] = {}
+        """Return what the update of a table by a rule in torch takes at most: while its ids are told apart, or later by
+        the gradient of each row that is looked up, and that of each id of one of its features if lists are pooled."""
+        most = 0.0
         for shard in self._shards:
             if shard.sharding_type == "data_parallel" or in_fbgemm(self._config, shard.table, self._on_gpu):
                 continue
-            pooled = shard.table not in self._by_id
-            kernel = (shard.sharding_type, self._config.tables[shard.table].data_type, pooled)
-            ids = sum(of_ids for *_, of_ids in self._features(shard, rows, means))
-            of_row = 4 * shard.size[1]
-            distinct = shard.size[0] * -math.expm1(-ids / max(1, shard.size[0]))  # most: where all are as frequent
-            by_id[kernel] = by_id.get(kernel, 0) + (ids * of_row if pooled else 0)
-            by_row[kernel] = max(by_row.get(kernel, 0), distinct * of_row + _DISTINCT_BYTES * ids)
-        return int(max((size + by_row[kernel] for kernel, size in by_id.items()), default=0))
+            ids = [of_ids for *_, of_ids in self._features(shard, rows, means)]
+            by_id = 0.0 if shard.table in self._by_id else max(ids, default=0.0)
+            distinct = shard.size[0] * -math.expm1(-sum(ids) / max(1, shard.size[0]))  # most: all are as frequent
+            summed = (4 * shard.size[1] + _PLACE_BYTES) * (by_id + distinct) + _PLACE_BYTES * sum(ids)
+            most = max(most, summed, _DISTINCT_BYTES * sum(ids))
+        return int(most)
 
     def replicated_gradient(self, rows: int, means: Mapping[str, float]) -> int:
         """Return the bytes of the gradients by tables that every rank holds, summed over ranks in FP32, with a mark for

@@ -101,20 +101,21 @@ def _update(fbgemm: Any, tables: list[TorchTable], ids: KeyedJaggedTensor, gradi
     """Update tables by the gradient of their output: [rows, columns of all features], or [ids, columns]."""
     owners, counts = fbgemm.feature_table_map, ids.length_per_key()
     if fbgemm.pooling_mode is PoolingMode.NONE:
-        by_id = gradient.float().split(counts)
+        gradients = [part.float for part in gradient.split(counts)]
     else:
         columns = gradient.split([tables[owner].weights.shape[1] for owner in owners], dim=1)
         lengths = ids.lengths().view(len(owners), -1)
         weights = ids.weights_or_none()
         weights_by_feature = [None] * len(owners) if weights is None else weights.split(counts)
-        by_id = tuple(map(gradient_by_id, columns, lengths, weights_by_feature, counts))
+        of_features = zip(columns, lengths, weights_by_feature, counts, strict=True)
+        gradients = [partial(gradient_by_id, *of_feature) for of_feature in of_features]
     values = ids.values().split(counts)
     for number, table in enumerate(tables):
         features = [feature for feature, owner in enumerate(owners) if owner == number]
         rows, places = torch.cat([values[feature] for feature in features]).unique(return_inverse=True)
         sums = torch.zeros(len(rows), table.weights.shape[1], device=rows.device)
         for feature, where in zip(features, places.split([counts[feature] for feature in features]), strict=True):
-            sums.index_add_(0, where, by_id[feature])
+            sums.index_add_(0, where, gradients[feature]())  # of one feature at a time, since they are large
         table.update(rows, sums, torch.arange(len(rows), device=rows.device))
 
 
@@ -123,4 +124,4 @@ def gradient_by_id(
 ) -> torch.Tensor:
     """Return the gradient by each id's vector, [ids, columns] FP32, from that by sums over lists, [rows, columns]."""
     by_id = gradient.float().repeat_interleave(lengths, dim=0, output_size=num_ids)
-    return by_id if weights is None else by_id * weights[:, None]
+    return by_id if weights is None else by_id.mul_(weights[:, None])

@@ -1,18 +1,24 @@
 """Peaks of steps in which updates take most, or vectors of another type."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import benchmark_peaks as peaks
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from launch import ROOT
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys.config import load_config
+from recsys.config import FeatureConfig, TableConfig, TableOptimizerConfig, load_config
+from recsys.config.table_optimizers import TableOptimizer
 from recsys.memory.dry_run import rehearse_run
 from recsys.memory.lookups import Lookups
 from recsys.memory.trace import LivePeak
 from recsys.tables.lookup import UpdateGate
 from recsys.tables.spec import Shard
+from recsys.tables.torch_update import TorchTable, _update
 
 _LISTS = ("train.global_batch_size=16384", "train.max_steps=3", "data.prefetch_batches=0")
 _WIDE = {"top_mlp": [4096, 4096]}
@@ -80,3 +86,29 @@ def test_vectors_have_the_bytes_that_fbgemm_gives(output: str, given: int, sent:
     lookups = Lookups(config, [shard], 4, on_gpu=True)
     assert lookups.of_ranks(64, means) == (4 * 64 * 2 * 8 * given, 0, 4 * 64 * 2)  # item_id and history
     assert lookups.pooled(64, means) == 64 * 6 * 8 * sent
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_by_id_are_there_for_one_feature_at_a_time(weighted: bool) -> None:
+    """Three features of lists, two of them of one table: what the update takes is what is predicted of it."""
+    keys, rows, length, sizes = ["a", "b", "c"], 500, 20, {"x": 100, "y": 300}
+    config = load_config(str(ROOT / "configs/dlrm_sample.yaml"), [])
+    settings = TableOptimizerConfig(name=TableOptimizer.adam)
+    tables = {name: TableConfig(num_embeddings=size, embedding_dim=16) for name, size in sizes.items()}
+    features = {key: FeatureConfig(table=table) for key, table in zip(keys, "xyy", strict=True)}
+    optimizer = replace(config.optimizer, tables=settings)
+    config = replace(config, tables=tables, features=features, optimizer=optimizer)
+    shards = [Shard(name, 0, (0, 0), (size, 16), "table_wise", "fused") for name, size in sizes.items()]
+    predicted = Lookups(config, shards, 1, on_gpu=False).update_temporaries(rows, dict.fromkeys(keys, float(length)))
+    ids = torch.cat([torch.arange(rows * length) % sizes[features[key].table or ""] for key in keys])
+    weights = torch.rand(len(ids)) if weighted else None
+    jagged = KeyedJaggedTensor(keys, ids, weights, lengths=torch.full((3 * rows,), length))
+    kernel = SimpleNamespace(feature_table_map=[0, 1, 1], pooling_mode=PoolingMode.SUM)
+    trained = [TorchTable(name, torch.zeros(size, 16), settings) for name, size in sizes.items()]
+    gradient = torch.ones(rows, 48)
+    jagged.length_per_key()  # cached, as in a step
+    state = [tensor for table in trained for tensor in (table.weights, *table.state)]
+    outside = (gradient, jagged.values(), jagged.lengths(), *([] if weights is None else [weights]), *state)
+    with LivePeak(outside) as live:
+        _update(kernel, trained, jagged, gradient)
+    assert live.highest == pytest.approx(predicted, rel=1e-3)
