@@ -1,9 +1,11 @@
 """A step of the dense part and its inputs, on tensors without memory."""
 
 import math
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -20,10 +22,16 @@ from recsys.step.step import TrainStep
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Make tensors without memory, and none of torch's random numbers."""
+    """Make tensors without memory, and no random numbers that training would miss."""
+    # A model of one's own may draw of Python and NumPy, and torch numbers its fakes of collectives at random.
+    python, numpy = random.getstate(), np.random.get_state()
     # --debug looks for values that are not finite, and fake tensors have none.
     with torch.random.fork_rng(devices=[]), torch.autograd.set_detect_anomaly(False), FakeTensorMode():
-        yield
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def fake_step(config: Config) -> TrainStep:

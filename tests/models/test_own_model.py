@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from launch import ROOT, environment
@@ -20,7 +22,7 @@ from recsys.config import Device, LabelConfig, ModelConfig, load_config
 from recsys.errors import UserError
 from recsys.memory.data_facts import data_facts
 from recsys.memory.dry_run import rehearse_run
-from recsys.memory.fakes import fake_inputs
+from recsys.memory.fakes import fake_inputs, fake_tensors
 from recsys.models.base import DenseInputs, Model
 from recsys.models.dropout import RowDropout
 from recsys.runtime.world import open_world
@@ -77,6 +79,24 @@ def test_vectors_come_in_the_order_of_the_features(plan: list[str]) -> None:
     (part,) = lookup.parts((0, 2), ())
     vectors = lookup.vectors(part, lookup.rows(part), {}, ["history"])
     assert list(vectors) == keys and all(vectors[name][0] == place for name, place in places.items())
+
+
+def test_a_prediction_of_memory_draws_no_number_that_training_would_miss() -> None:
+    """It comes after a checkpoint is loaded, so that a resumed run would draw others than one that never stopped."""
+
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(7)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    expected = drawn()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    with fake_tensors():
+        random.random(), np.random.rand(), torch.rand(3)
+    assert drawn() == expected
 
 
 def losses_of(outputs: torch.Tensor | tuple[torch.Tensor, ...], *names: str) -> dict[str, torch.Tensor]:
