@@ -27,7 +27,10 @@ from recsys.training.build import build_model
 from recsys.training.evaluation import item_vectors
 from recsys.training.learning import learn_facts
 
-_NO_TRAINING = ("train.early_stop.metric=null", "train.eval_every_steps=null", "train.eval_every_epochs=null")
+_NO_TRAINING = (
+    *("train.early_stop.metric=null", "train.eval_every_steps=null", "train.eval_every_epochs=null"),
+    "optimizer.schedule.name=constant",  # one may go by the metric of early stopping
+)
 _CHANGEABLE = ("data.", "run.", "train.eval_batch_size", "model.top_k", "model.metrics")
 
 

@@ -22,14 +22,15 @@ from recsys.serving.finished import find_run
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A run with a vocabulary and figures of its data, which are gone, and whose best checkpoint is not its last."""
+    """A run with a vocabulary and figures of its data, which are gone, and whose best checkpoint is not its last; its
+    learning rate goes by the metric of early stopping, which no evaluation has."""
     folder = tmp_path_factory.mktemp("evaluated")
     shutil.copytree(ROOT / "data" / "sample" / "train", folder / "train")
     done = fork_train(
         "configs/dlrm_sample.yaml", f"data.train={folder}/train", f"run.dir={folder}/run", "train.epochs=8",
         "tables.user={mapping: vocabulary, min_count: 2}", "features.price={standardise: true, nulls: mean}",
         "train.eval_every_epochs=1", "train.early_stop={metric: auc, patience: 2}",
-        "optimizer.dense.learning_rate=0.03",
+        "optimizer.dense.learning_rate=0.03", "optimizer.schedule={name: plateau, plateau_patience: 1}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     shutil.rmtree(folder / "train")
