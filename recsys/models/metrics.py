@@ -98,8 +98,11 @@ class RetrievalEvaluator:
             rows = slice(start, start + step)
             scores, best = all_scores[rows], all_best[rows]
             relevant = torch.zeros(len(best), len(self._items), dtype=torch.bool, device=best.device)
-            relevant[pairs_of(batch, "targets", rows)] = True
-            num_targets = batch.lists["targets"].lengths()[rows]
+            known = pairs_of(batch, "targets", rows)
+            relevant[known] = True
+            # Each item once: those of a list, less the known ones, which may be there twice, and these again.
+            num_targets = batch.lists["targets"].lengths()[rows] - torch.bincount(known[0], minlength=len(best))
+            num_targets = num_targets + relevant.sum(1)
             counted = (num_targets > 0) & (batch.weights[rows] > 0)
             # If K exceeds the number of items not seen, the best K hold some that are seen, with a score of -inf.
             is_shown = counted[:, None] & (scores > -torch.inf)
