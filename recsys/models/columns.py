@@ -1,6 +1,6 @@
-"""Operations on tensors of [rows, width]: adjacent columns, outputs by label, picked rows, pairwise dot products."""
+"""Operations on tensors of [rows, width]: adjacent columns, outputs and losses by label, picked rows, dot products."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,32 @@ def by_label(
             f"predictions of its own"
         )
     return outputs.view(num_rows, len(labels)).unbind(1)
+
+
+def in_order_of_tasks(losses: Mapping[str, torch.Tensor], tasks: Sequence[str]) -> list[torch.Tensor]:
+    """Return losses in the order of the tasks, whose weights and denominators they are multiplied by.
+
+    Args:
+        losses: of `Model.losses`. tasks: names; of a single task, whose loss may have any name, one or none.
+
+    Raises:
+        UserError: they are no mapping, of other tasks, or not scalars, as those of a user's own model may be.
+    """
+    found = "a tensor" if isinstance(losses, torch.Tensor) else f"a {type(losses).__name__}"
+    is_single = len(tasks) < 2
+    if isinstance(losses, Mapping):
+        are_sums = all(isinstance(loss, torch.Tensor) and loss.dim() == 0 for loss in losses.values())
+        if are_sums and (len(losses) == 1 if is_single else set(losses) == set(tasks)):
+            return [losses[name] for name in (losses if is_single else tasks)]
+        shapes = (
+            list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__ for loss in losses.values()
+        )
+        found = ", ".join(f"'{name}' of {shape}" for name, shape in zip(losses, shapes, strict=True)) or "none"
+    wanted = "one name" if is_single else ", ".join(tasks)
+    raise UserError(
+        f"config key 'model.name': the model's losses gave {found}, and must give a mapping of {wanted} to a sum over "
+        f"rows, a tensor of []; sum up terms that belong to one loss"
+    )
 
 
 class PairwiseDots:

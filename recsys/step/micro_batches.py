@@ -14,7 +14,7 @@ from recsys.config.choices import LabelNulls, RowCode
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import Model, Vectors, row_of_each_id, sum_by_row
-from recsys.models.columns import Columns
+from recsys.models.columns import Columns, in_order_of_tasks
 from recsys.models.halves import sum_of_rows
 from recsys.step.exchange import SumOverRanks, Totals, all_finite, filled
 from recsys.step.loss_scale import vector_lift, weight_lift
@@ -181,7 +181,7 @@ class StepLoss:
     """
 
     def __init__(self, model: Model, weights: Mapping[str, float], batch: Batch) -> None:
-        self._model = model
+        self._model, self._tasks = model, list(weights)
         self.weight = model.denominator(batch)
         self._factors = _task_factors(weights, batch, self.weight, model.num_parts) if weights else None
         self.total = batch.weights.new_zeros(())
@@ -191,9 +191,9 @@ class StepLoss:
         """Return the loss of some rows, summed over rows and tasks, and add it to `total`.
 
         Raises:
-            UserError: it has no gradient, which a model of the user's own may cause.
+            UserError: it has no gradient, or is no sum for each task, which a model of the user's own may cause.
         """
-        losses = list(self._model.losses(outputs, rows).values())
+        losses = in_order_of_tasks(self._model.losses(outputs, rows), self._tasks)
         if self._factors is None:
             (loss,) = losses
         else:

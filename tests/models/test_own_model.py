@@ -24,10 +24,11 @@ from recsys.memory.data_facts import data_facts
 from recsys.memory.dry_run import rehearse_run
 from recsys.memory.fakes import fake_inputs, fake_tensors
 from recsys.models.base import DenseInputs, Model
+from recsys.models.columns import in_order_of_tasks
 from recsys.models.dropout import RowDropout
 from recsys.runtime.world import open_world
 from recsys.step.build import build_dense_half
-from recsys.step.micro_batches import Lookup, StepLoss
+from recsys.step.micro_batches import Lookup, StepLoss, task_weights
 
 CONFIG = """
 data: {{train: {sample}/train, test: {sample}/test, label_column: label, weight_column: weight}}
@@ -142,6 +143,37 @@ def test_a_loss_without_a_gradient_is_refused() -> None:
     with torch.no_grad():
         StepLoss(model, {}, batch).add(torch.zeros(2), batch)
     assert StepLoss(model, {}, batch).add(torch.zeros(2, requires_grad=True), batch).requires_grad
+
+
+def step_loss(losses: Any, *names: str) -> torch.Tensor:
+    """Return the loss of a step whose model returns `losses`; the second label of two has weight 3."""
+    labels = {name: LabelConfig(weight=1.0 + 2 * place) for place, name in enumerate(names)}
+    model: Any = SimpleNamespace(losses=lambda *_: losses, denominator=lambda batch: batch.weights.sum(), num_parts=1)
+    batch: Any = SimpleNamespace(weights=torch.ones(2), label_weights=lambda _: torch.ones(2))
+    with open_world(Device.cpu, 1), torch.no_grad():
+        return StepLoss(model, task_weights(labels), batch).add(torch.zeros(2), batch)
+
+
+def test_losses_go_by_their_names() -> None:
+    """A model with losses of its own may return them in any order; the weights are those of data.labels."""
+    losses = {"click": torch.tensor(1.0), "buy": torch.tensor(10.0)}
+    assert step_loss(losses, "click", "buy") == step_loss(dict(reversed(losses.items())), "click", "buy") == 31
+    assert step_loss({"any": torch.tensor(2.0)}, "click") == 2
+
+
+@pytest.mark.parametrize(
+    ("losses", "names", "said"),
+    [
+        ({"click": torch.tensor(1.0), "aux": torch.tensor(1.0)}, ["click"], "'aux' of .* one name"),
+        ({"click": torch.tensor(1.0)}, ["click", "buy"], "mapping of click, buy to"),
+        ({"click": torch.ones(2)}, ["click"], r"of \[2\]"),
+        ({}, ["click"], "none, and"),
+        (torch.tensor(1.0), ["click"], "a tensor, and"),
+    ],
+)
+def test_other_losses_are_refused(losses: Any, names: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=rf"'model\.name': the model's losses gave .*{said}"):
+        in_order_of_tasks(losses, names)
 
 
 @pytest.mark.parametrize(
