@@ -94,14 +94,20 @@ class Replica(nn.Module):
         return self.model(vectors, floats)
 
 
+@torch.no_grad()
+def set_to_rank_zero(tensor: torch.Tensor) -> None:
+    """Set a tensor of any layout to its values on rank 0; collective."""
+    values = tensor.contiguous()  # the tensor itself, if it is
+    dist.broadcast(values.view(-1).view(torch.uint8), 0)  # as bytes: gloo does not know all types
+    if values is not tensor:
+        tensor.copy_(values)
+
+
 class JoinedGradients:
     """Gradients of parameters as views of one buffer for each type, summed over CPU ranks by one message each.
 
     DistributedDataParallel hooks each parameter and sends buckets during the backward pass, which pays on GPUs. On CPUs
     an exchange takes cores from the computation, and few numbers are sent faster by `SumOverRanks`.
-
-    Args:
-        parameters: set to the values of rank 0. Collective.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -113,8 +119,6 @@ class JoinedGradients:
             self._buffers.append(of_type[0].new_zeros(sum(sizes)))
             views = self._buffers[-1].split(sizes)
             self._gradients += [(p, view.view(p.shape)) for p, view in zip(of_type, views, strict=True)]
-        for parameter in parameters:
-            dist.broadcast(parameter.detach(), 0)
 
     def clear(self) -> None:
         """Set all gradients to 0; backward passes then add to them."""

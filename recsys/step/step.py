@@ -30,7 +30,7 @@ from recsys.data.batch import Batch
 from recsys.models.base import Model
 from recsys.models.dropout import RowDropout, dropouts, set_dropout_keys
 from recsys.step.dense_shards import DenseShards
-from recsys.step.exchange import Agreement, JoinedGradients, Replica, Totals, agree
+from recsys.step.exchange import Agreement, JoinedGradients, Replica, Totals, agree, set_to_rank_zero
 from recsys.step.int8 import Int8Linear
 from recsys.step.loss_scale import LossScale
 from recsys.step.micro_batches import Lookup, MicroBatches, Outputs, Part, StepLoss, task_weights
@@ -99,8 +99,11 @@ class DenseHalf(nn.Module):
         self._norm: torch.Tensor | None = None  # where gradients are clipped
 
     def replicate(self, device: torch.device) -> None:
-        """Set up the averaging of the dense part's gradients over all ranks, which all hold its weights. Collective."""
+        """Give all ranks the weights and buffers of rank 0, and set up the averaging of gradients; collective."""
         if not self.late_exchange:
+            # Of a class of the user's own they may be drawn by a generator that the seed does not set.
+            for tensor in (*self._dense_parameters, *self.model.buffers()):
+                set_to_rank_zero(tensor)
             parameters = [parameter for parameter in self._dense_parameters if parameter.requires_grad]
             self._joined = JoinedGradients([*parameters, self.sums])
             return

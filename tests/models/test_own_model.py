@@ -268,6 +268,28 @@ def test_weights_that_a_step_does_not_use_have_gradients_of_0(
         del dense, used, unused
 
 
+class DrawnElsewhere(Own):
+    def __init__(self, config: OwnConfig, inputs: DenseInputs) -> None:
+        super().__init__(config, inputs)
+        self.net.requires_grad_(False)
+        self.register_buffer("turned", torch.ones(2, 3, dtype=torch.float16).T)
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+
+def test_ranks_begin_with_all_that_rank_0_has_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with frozen weights and buffers, which NumPy may have drawn; here rank 0 has bytes of 0."""
+    monkeypatch.setattr(Own, "layer", nn.Linear(4, 4), raising=False)
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, source: tensor.zero_())
+    config = load_config(config_of_own(tmp_path), [f"model.name={__name__}.DrawnElsewhere"])
+    with open_world(Device.cpu, 1):
+        dense = build_dense_half(config, lambda: (torch.zeros(0), 0))
+        dense.replicate(torch.device("cpu"))
+        assert len([*dense.model.parameters(), *dense.model.buffers()]) == 7
+        assert not any(tensor.any() for tensor in (*dense.model.parameters(), *dense.model.buffers()))
+        del dense
+
+
 class UsedByFirstRows(Own):
     layer = nn.Linear(4, 4)
 
