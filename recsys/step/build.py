@@ -7,12 +7,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 
 from recsys.config import Config
 from recsys.config.features import float_columns, model_features, table_of_feature
 from recsys.config.model import find_model
 from recsys.errors import UserError
-from recsys.models.base import DenseInputs, checkpoint_mlps
+from recsys.models.base import DenseInputs, Model, checkpoint_mlps
 from recsys.models.experts import add_experts
 from recsys.models.projections import add_projections
 from recsys.step.step import DenseHalf, TrainStep
@@ -41,12 +42,28 @@ def build_dense_half(config: Config, log_shares: Callable[[], tuple[torch.Tensor
     shares, num_counted = (None, 0) if config.model.needs().log_shares_of is None else log_shares()
     inputs = DenseInputs(dims, float_columns(config), config.labels(), shares, config.train.distill, num_counted)
     model = find_model(config.model.name)(config.model, inputs)
+    _check_class(model, config.model.name)
     _check_modules(model)
     add_projections(model, config)
     add_experts(model, config)
     if config.train.activation_checkpointing:
         checkpoint_mlps(model)
     return DenseHalf(model, config)
+
+
+def _check_class(model: Any, name: str) -> None:
+    """Raise a UserError for what a class of the user's own has made, unless it is a complete `Model`."""
+    if not isinstance(model, Model) or not hasattr(model, "labels"):
+        raise UserError(
+            f"config key 'model.name': '{name}' made no recsys.models.Model that knows its labels; derive the class "
+            f"from that, and call super().__init__(inputs) in its __init__"
+        )
+    for parameter, value in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(value):
+            raise UserError(
+                f"config key 'model.name': {type(model).__name__} has no shape of '{parameter}' before its first "
+                f"batch, as nn.Lazy layers do; give its width, by inputs.dims and inputs.floats"
+            )
 
 
 def _check_modules(model: nn.Module) -> None:

@@ -220,6 +220,7 @@ def config_of_own(folder: Path) -> Path:
         (nn.SyncBatchNorm(4), "SyncBatchNorm"),
         (nn.InstanceNorm1d(4, track_running_stats=True), "InstanceNorm1d"),
         (nn.Dropout(0.1), r"a Dropout at 'net\.1', whose draws .* take recsys\.models\.RowDropout"),
+        (nn.LazyLinear(4), r"Own has no shape of 'net\.1\.weight' before its first batch, .* by inputs\.dims"),
         (nn.LayerNorm(4), None),
         (nn.InstanceNorm1d(4), None),
         (nn.Dropout(0), None),
@@ -236,6 +237,24 @@ def test_layers_that_learn_by_where_rows_are_computed(
     else:
         with pytest.raises(UserError, match=said):
             build_dense_half(config, lambda: (torch.zeros(0), 0))
+
+
+class NoModel(nn.Module):
+    Config = OwnConfig
+
+    def __init__(self, config: OwnConfig, inputs: DenseInputs) -> None:
+        nn.Module.__init__(self)
+
+
+class WithoutSuper(NoModel, Model):
+    pass
+
+
+@pytest.mark.parametrize("name", ["NoModel", "WithoutSuper"])
+def test_a_class_that_makes_no_model(name: str, tmp_path: Path) -> None:
+    config = load_config(config_of_own(tmp_path), [f"model.name={__name__}.{name}"])
+    with pytest.raises(UserError, match=rf"'model\.name': '.*{name}' made no recsys\.models\.Model .* call super"):
+        build_dense_half(config, lambda: (torch.zeros(0), 0))
 
 
 class PartlyUsed(Own):
