@@ -17,13 +17,13 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from recsys.checkpoint import Source
 from recsys.checkpoint.tensor_files import Entry, LocalTensor, read_tensors
-from recsys.checkpoint.tensors import DENSE
 from recsys.config import Config
 from recsys.errors import UserError
 from recsys.models.base import Model, Vectors
 from recsys.runtime.files import replace_file
 from recsys.serving.export_int8 import in_int8
 from recsys.serving.export_tables import Files
+from recsys.serving.finished import dense_weights
 from recsys.serving.rebase import WEIGHTS
 from recsys.step.build import build_dense_half
 from recsys.step.int8 import Int8Linear
@@ -59,16 +59,8 @@ def load_dense(config: Config, source: Source) -> Model:
         UserError: the model's class has other parameters than the checkpoint.
     """
     model: Model = build_dense_half(config, lambda: (torch.zeros(1), 0)).model
-    targets = {DENSE + parameter_name(name): LocalTensor.of(value) for name, value in model.state_dict().items()}
-    saved = {name: entry for name, entry in source.marker.tensors.items() if name.startswith(DENSE)}
-    sizes, expected = ({name: tensor.size for name, tensor in tensors.items()} for tensors in (saved, targets))
-    if sizes != expected:
-        differing = sorted(name for name in {**sizes, **expected} if sizes.get(name) != expected.get(name))
-        raise UserError(
-            f"checkpoint '{source.path}' has other weights than the class of the model ({', '.join(differing[:5])}); "
-            f"export with the class that it was trained with"
-        )
-    read_tensors(source.path, saved, targets)
+    targets = dense_weights(model, source)
+    read_tensors(source.path, {name: source.marker.tensors[name] for name in targets}, targets)
     return model.eval()
 
 

@@ -10,6 +10,8 @@ import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys.checkpoint import FOOTERS, Source, find_checkpoint, load_tensors, verify_checkpoint
+from recsys.checkpoint.tensor_files import LocalTensor
+from recsys.checkpoint.tensors import DENSE
 from recsys.config import Config, OptimizerConfig, TableOptimizerConfig, load_config
 from recsys.config.choices import DenseOptimizer
 from recsys.config.device import check_device
@@ -22,6 +24,7 @@ from recsys.errors import UserError, nearest
 from recsys.models.items import ItemVectors
 from recsys.runtime.logs import logger
 from recsys.runtime.world import World
+from recsys.tables.module_names import parameter_name
 from recsys.training.alike import check_alike
 from recsys.training.build import build_model
 from recsys.training.evaluation import item_vectors
@@ -112,6 +115,23 @@ def _without_training(config: Config) -> Config:
     return replace(config, tables=tables, optimizer=sgd, train=train)
 
 
+def dense_weights(model: torch.nn.Module, source: Source) -> dict[str, LocalTensor]:
+    """Return the weights of a dense part by their names in a checkpoint.
+
+    Raises:
+        UserError: the checkpoint has others, as where the user's own class has been changed since.
+    """
+    weights = {DENSE + parameter_name(name): LocalTensor.of(value) for name, value in model.state_dict().items()}
+    saved = {name: entry.size for name, entry in source.marker.tensors.items() if name.startswith(DENSE)}
+    sizes = {name: weight.size for name, weight in weights.items()}
+    if differing := sorted(name for name in {**saved, **sizes} if saved.get(name) != sizes.get(name)):
+        raise UserError(
+            f"checkpoint '{source.path}' has other weights than the class of the model ({', '.join(differing[:5])}); "
+            f"give the class back the code that it was trained with"
+        )
+    return weights
+
+
 class OpenRun:
     """The model of a finished run with its weights, on all ranks, and datasets for it; collective.
 
@@ -133,6 +153,7 @@ class OpenRun:
         inputs = open_inputs(config, world, known=self._footers, roles=roles, given=given)
         self.inputs = learn_facts(inputs, run.run_dir, self.source)
         built = build_model(self.inputs)
+        world.agree(lambda: dense_weights(built.dense_model, self.source))
         load_tensors(self.source.path, self.source.marker, built.tensors, world, self.inputs.config)
         self.model: DistributedModelParallel = built.model
         self.model.eval()

@@ -27,6 +27,7 @@ from recsys.models.base import DenseInputs, Model
 from recsys.models.columns import in_order_of_tasks
 from recsys.models.dropout import RowDropout
 from recsys.runtime.world import open_world
+from recsys.serving.finished import dense_weights
 from recsys.step.build import build_dense_half
 from recsys.step.micro_batches import Lookup, StepLoss, task_weights
 
@@ -237,6 +238,16 @@ def test_layers_that_learn_by_where_rows_are_computed(
     else:
         with pytest.raises(UserError, match=said):
             build_dense_half(config, lambda: (torch.zeros(0), 0))
+
+
+def test_a_class_that_has_changed_since_training_is_refused() -> None:
+    """There is no setting by which a finished run could do without some of its weights."""
+    marker = SimpleNamespace(tensors={"dense/weight": SimpleNamespace(size=(2, 4)), "tables/user": None})
+    source: Any = SimpleNamespace(path="runs/a/checkpoints/step-1", marker=marker)
+    assert list(dense_weights(nn.Linear(4, 2, bias=False), source)) == ["dense/weight"]
+    for changed, said in ((nn.Linear(5, 2, bias=False), r"\(dense/weight\)"), (nn.Linear(4, 2), r"\(dense/bias\)")):
+        with pytest.raises(UserError, match=rf"other weights than the class of the model {said}; give the class back"):
+            dense_weights(changed, source)
 
 
 class NoModel(nn.Module):
