@@ -46,7 +46,7 @@ def hidden_layers(model: nn.Module, config: ModelConfig) -> dict[str, HiddenLaye
         for place, ((name, layer), (next_name, following)) in enumerate(pairwise(linears)):
             own, after = parameter_name(name), parameter_name(next_name)
             parameters = f"{own}.weight", f"{own}.bias"
-            num_weights = layer.in_features + 1 + following.out_features
+            num_weights = layer.in_features + (layer.bias is not None) + following.out_features
             layers[own] = HiddenLayer(key, place, layer, following, parameters, f"{after}.weight", num_weights)
     return layers
 
@@ -64,7 +64,8 @@ def hide_neurons(layers: Mapping[str, HiddenLayer], kept: Mapping[str, torch.Ten
         layer = layers[name]
         is_hidden = ~marks.to(layer.own.weight.device)
         layer.own.weight[is_hidden] = 0
-        layer.own.bias[is_hidden] = 0
+        if layer.own.bias is not None:
+            layer.own.bias[is_hidden] = 0
         layer.following.weight[:, is_hidden] = 0
 
 

@@ -50,6 +50,17 @@ def test_weights_are_cut_on_both_sides_of_a_neuron() -> None:
     torch.testing.assert_close(smaller(x), model.top(x))
 
 
+def test_layers_without_a_bias() -> None:
+    """The package's own have one; those of a user's model may not."""
+    model, linear = torch.nn.Module(), torch.nn.Linear
+    model.top = torch.nn.Sequential(linear(2, 3, bias=False), torch.nn.Tanh(), linear(3, 1, bias=False))
+    layers = hidden_layers(model, DLRMConfig(top_mlp=[3]))
+    assert layers["top.0"].num_weights == 2 + 1
+    hide_neurons(layers, {"top.0": torch.tensor([True, False, True])})
+    assert not model.top[0].weight[1].any() and not model.top[2].weight[:, 1].any()
+    assert model.top[0].weight[[0, 2]].all()
+
+
 @pytest.mark.parametrize("in_int8", [False, True])
 def test_hidden_neurons_are_as_good_as_gone(in_int8: bool) -> None:
     """In INT8 the largest number of a row, or of an output's weights, decides how all others are rounded."""
