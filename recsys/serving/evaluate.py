@@ -32,7 +32,7 @@ from recsys.runtime.versions import installed_versions
 from recsys.runtime.world import World, open_world
 from recsys.serving.finished import Finished, OpenRun
 from recsys.serving.predict import NUMBER, KeptRows
-from recsys.training.evaluation import outputs_of
+from recsys.training.evaluation import metrics_of, outputs_of
 
 _EVALUATED = ("valid", "test")
 _MOST_SLICES = 1000
@@ -229,7 +229,7 @@ def _metrics(opened: OpenRun, loader: Loader, extras: Extras = Extras(), slices_
 
 
 def _computed(evaluator: Evaluator, world: World, extras: Extras) -> dict[str, float]:
-    metrics = evaluator.compute(world)
+    metrics = metrics_of(evaluator, world)
     if extras.group is not None and isinstance(evaluator, LabelEvaluator):
         metrics |= evaluator.grouped(world)
     return metrics

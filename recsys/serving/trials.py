@@ -28,7 +28,7 @@ from recsys.tables.module_names import parameter_name
 from recsys.tables.row_codes import row_bytes
 from recsys.tables.spec import local_shards
 from recsys.tables.updates import table_tensors
-from recsys.training.evaluation import evaluate_dataset, evaluator_of
+from recsys.training.evaluation import evaluate_dataset, evaluator_of, metrics_of
 
 _MARGIN = 1.645 * 2**0.5  # standard errors: 95 % of the differences between two data sets lie below
 
@@ -183,7 +183,7 @@ class Trials:
     def _evaluate(self) -> tuple[dict[str, float], Loss]:
         """Return the metrics, and the loss of the one relative to the first evaluation, which is that of the run."""
         evaluator = evaluator_of(self._opened.inputs, self._opened.model, self.role, by_row=True)
-        metrics = evaluator.compute(self.world)
+        metrics = metrics_of(evaluator, self.world, self.metric)
         if np.isnan(metrics[self.metric]):
             raise UserError(f"--metric: {self.metric} is not a number on data.{self.role}; give other rows, or another")
         influences = {}  # without them the upper bound of a loss is the loss itself

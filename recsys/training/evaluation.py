@@ -1,6 +1,6 @@
 """Evaluation of a model on datasets, through the same sharded tables."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 
 import numpy as np
@@ -10,11 +10,13 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from recsys.data.inputs import Inputs
 from recsys.data.loader import Loader
 from recsys.data.order import Position
+from recsys.errors import UserError
 from recsys.models.items import ItemVectors
 from recsys.models.label_metrics import LabelEvaluator
 from recsys.models.metrics import Evaluator, RetrievalEvaluator
 from recsys.runtime.environment import GiveBack
 from recsys.runtime.live import Task
+from recsys.runtime.world import World
 from recsys.step.output import StepOutput
 from recsys.step.pipeline import Pipeline, build_pipeline
 
@@ -31,7 +33,37 @@ def evaluate_dataset(
     pipeline: Pipeline | None = None,
 ) -> dict[str, float]:
     """Return the metrics of a dataset over all ranks; collective, arguments and errors as of `evaluator_of`."""
-    return evaluator_of(inputs, model, role, stop_requested, pipeline).compute(inputs.world)
+    return metrics_of(evaluator_of(inputs, model, role, stop_requested, pipeline), inputs.world)
+
+
+def metrics_of(evaluator: Evaluator, world: World, needed: str | None = None) -> dict[str, float]:
+    """Return the metrics of an evaluator over all ranks; collective.
+
+    Args:
+        needed: a metric that there must be.
+
+    Raises:
+        UserError: a value is no number, or `needed` is missing, as of an evaluator of the user's own.
+    """
+    metrics = {}
+    for name, value in evaluator.compute(world).items():
+        try:
+            metrics[name] = float(value)  # also of NumPy's and torch's, which JSON does not take
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"config key 'model.name': the evaluator's compute gave {name}={value!r}; give a number for each metric"
+            ) from error
+    check_metric(needed, metrics)
+    return metrics
+
+
+def check_metric(needed: str | None, metrics: Collection[str]) -> None:
+    """Raise a UserError if a metric that `metric_names` of the model names is not among those of its evaluator."""
+    if needed is not None and needed not in metrics:
+        raise UserError(
+            f"config key 'model.name': metric_names of the model's Config names {needed}, and its evaluator's compute "
+            f"gave {', '.join(metrics) or 'none'}; let both give the same names"
+        )
 
 
 def evaluator_of(

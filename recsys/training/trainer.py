@@ -30,7 +30,7 @@ from recsys.step.output import StepOutput
 from recsys.step.pipeline import TimedIterator, build_pipeline
 from recsys.step.step import ignore_phase
 from recsys.training.build import Built, Publishes
-from recsys.training.evaluation import EvaluationStopped, evaluate_dataset
+from recsys.training.evaluation import EvaluationStopped, check_metric, evaluate_dataset
 from recsys.training.figures import log_tables, step_figures
 from recsys.training.learning import facts_entries
 from recsys.training.resume import start_training
@@ -238,10 +238,12 @@ class Trainer:
 
     def _evaluate_and_compare(self) -> None:
         state, metric = self.state, self._config.train.early_stop.metric
-        value = self._evaluate("valid", state.step).get(metric or "")
+        metrics = self._evaluate("valid", state.step)
         state.evaluated_step = state.step
-        if metric is None or value is None:
+        if metric is None:
             return
+        check_metric(metric, metrics)
+        value = metrics[metric]
         if math.isnan(value):
             raise UserError(
                 f"config key 'train.early_stop.metric': {metric} is not a number on data.valid, which may hold one "
