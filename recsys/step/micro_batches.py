@@ -288,8 +288,10 @@ class MicroBatches:
         if cached is None:
             torch.autograd.backward([self.loss.add(outputs, rows) * self._factor, *sums])
         else:
-            seeds = [next(gradients) for gradients in cached]
-            torch.autograd.backward([*_as_tuple(outputs), *sums], [*seeds, *(None for _ in sums)])
+            pairs = [(output, next(gradients)) for output, gradients in zip(_as_tuple(outputs), cached, strict=True)]
+            trained = [(output, gradient) for output, gradient in pairs if output.requires_grad]
+            tensors, seeds = [output for output, _ in trained], [gradient for _, gradient in trained]
+            torch.autograd.backward([*tensors, *sums], [*seeds, *(None for _ in sums)])
         if not last:
             self._by_part.append([leaf.grad for leaf in leaves])
 
@@ -333,9 +335,12 @@ class MicroBatches:
                 for part in self._parts
             ]
         outputs = list(zip(*by_part, strict=True))
-        leaves = [torch.cat(parts).requires_grad_() for parts in outputs]
+        leaves = [torch.cat(parts) for parts in outputs]
+        trained = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point()]
         loss = self.loss.add(tuple(leaves) if len(leaves) > 1 else leaves[0], self._batch)
-        gradients = torch.autograd.grad(loss * self._factor, leaves)
+        by_trained = iter(torch.autograd.grad(loss * self._factor, trained, materialize_grads=True))
+        # Of whole numbers there is none; these are outputs that `_pass` leaves out.
+        gradients = [next(by_trained) if leaf.requires_grad else leaf for leaf in leaves]
         return [iter(whole.split(list(map(len, parts)))) for whole, parts in zip(gradients, outputs, strict=True)]
 
 
