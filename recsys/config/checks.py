@@ -129,6 +129,12 @@ def _check_model(config: Config) -> None:
     """Refuse data that the model does not read, or lacks, and a section that the model itself refuses."""
     model, needs = config.model, config.model.needs()
     model.check(config)
+    ids = [name for name, feature in config.features.items() if feature.type is FeatureType.id]
+    for name in (name for name in needs.sequences if name not in ids):
+        raise UserError(
+            f"config key 'model': {model.name} reads a vector for each id of feature '{name}', and no id feature has "
+            f"that name{nearest(name, ids)} (there are: {', '.join(ids) or 'none'})"
+        )
     if needs.item_id is None and config.data.items is not None:
         raise UserError(f"config key 'data.items': model {model.name} ranks rows, and reads no item corpus; remove it")
     if config.data.labels and config.data.label_column is not None:

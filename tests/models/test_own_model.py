@@ -19,6 +19,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import Device, LabelConfig, ModelConfig, load_config
+from recsys.config.model import Needs
 from recsys.errors import UserError
 from recsys.memory.data_facts import data_facts
 from recsys.memory.dry_run import rehearse_run
@@ -376,6 +377,12 @@ def test_a_model_that_goes_by_its_numbers_is_refused(
         rehearse_run(config)
 
 
+@dataclass
+class ReadsNoFeature(OwnConfig):
+    def needs(self) -> Needs:
+        return Needs(sequences=("user",))
+
+
 class Undecorated(OwnConfig):
     width = 8
 
@@ -393,6 +400,7 @@ class OfAnotherType(ModelConfig):
 @pytest.mark.parametrize(
     ("section", "said"),
     [
+        (ReadsNoFeature, r"'model': .* each id of feature 'user', and no id feature .*'user_id'"),
         (
             Undecorated,
             r"^config key 'model\.name': the class Undecorated is no dataclass, .* write @dataclass above it",
