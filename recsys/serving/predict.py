@@ -205,6 +205,12 @@ def scores_of_rows(opened: OpenRun) -> Results:
 
     def results(output: StepOutput) -> pa.Table:
         columns = model.predictions(output.outputs)
+        for name, column in columns.items():
+            if column.shape != output.batch.weights.shape:
+                raise UserError(
+                    f"config key 'model.name': the model's predictions gave '{name}' of {list(column.shape)}, and must "
+                    f"give a number for each row, [{len(output.batch.weights)}]"
+                )
         return pa.table({name: column.cpu().numpy() for name, column in columns.items()})
 
     return results

@@ -12,6 +12,7 @@ from recsys.errors import UserError
 from recsys.models.base import DenseInputs, Model
 from recsys.models.columns import in_order_of_tasks
 from recsys.runtime.world import open_world
+from recsys.serving.predict import scores_of_rows
 from recsys.step.micro_batches import StepLoss, task_weights
 
 
@@ -89,3 +90,15 @@ def test_losses_go_by_their_names() -> None:
 def test_other_losses_are_refused(losses: Any, names: list[str], said: str) -> None:
     with pytest.raises(UserError, match=rf"'model\.name': the model's losses gave .*{said}"):
         in_order_of_tasks(losses, names)
+
+
+def test_predictions_have_a_number_for_each_row() -> None:
+    def predicted(scores: torch.Tensor) -> Any:
+        dense: Any = SimpleNamespace(model=SimpleNamespace(predictions=lambda outputs: {"score": outputs}))
+        opened: Any = SimpleNamespace(model=SimpleNamespace(module=SimpleNamespace(dense=dense)))
+        batch: Any = SimpleNamespace(weights=torch.ones(2))
+        return scores_of_rows(opened)(SimpleNamespace(outputs=scores, batch=batch))  # type: ignore[arg-type]
+
+    assert predicted(torch.tensor([0.5, 1.0])).to_pydict() == {"score": [0.5, 1.0]}
+    with pytest.raises(UserError, match=r"predictions gave 'score' of \[2, 1\], and must give a number for each row"):
+        predicted(torch.zeros(2, 1))
