@@ -16,6 +16,7 @@ from recsys.config.choices import (
 )
 from recsys.config.compression_checks import check_compression, check_publishing
 from recsys.config.experts import check_experts, expert_tables
+from recsys.config.features import id_features
 from recsys.config.initial import check_init
 from recsys.config.names import check_names, one_of
 from recsys.config.optimizer_checks import check_optimizers, check_replicated
@@ -91,7 +92,7 @@ def _check_features(config: Config) -> None:
                 f"(known: {', '.join(config.tables)}; for a number set {key}.type=float){hint}"
             )
         one_of(f"{key}.table", feature.table, config.tables, "table")
-    if all(feature.type is not FeatureType.id for feature in config.features.values()):
+    if not id_features(config):
         raise UserError("config key 'features' has no feature of type id, and needs at least one")
 
 
@@ -129,7 +130,7 @@ def _check_model(config: Config) -> None:
     """Refuse data that the model does not read, or lacks, and a section that the model itself refuses."""
     model, needs = config.model, config.model.needs()
     model.check(config)
-    ids = [name for name, feature in config.features.items() if feature.type is FeatureType.id]
+    ids = id_features(config)
     for name in (name for name in needs.sequences if name not in ids):
         raise UserError(
             f"config key 'model': {model.name} reads a vector for each id of feature '{name}', and no id feature has "

@@ -82,7 +82,8 @@ def _most_ids(inputs: Inputs, sample: Sample, held: int) -> dict[str, float]:
     """Return as `_mean_ids` those of the largest batches, where windows hold so many rows at once."""
     config, world_size = inputs.config, inputs.world.world_size
     streams = streams_of_a_rank(config, world_size)
-    at_once = max(streams, held / (1 + _windows_ahead(inputs, streams)) / sample.group_rows)  # without the next windows
+    ahead = windows_ahead(_num_threads(inputs), streams)  # which hold none of a batch's rows
+    at_once = max(streams, held / (1 + ahead) / sample.group_rows)
     return _mean_ids(config, sample.most_ids(rank_rows(config, world_size), at_once), world_size)
 
 
@@ -161,10 +162,6 @@ def _num_threads(inputs: Inputs) -> int:
     return decoding_threads(inputs.config.data.num_threads, inputs.world.device, inputs.world.local_world_size)
 
 
-def _windows_ahead(inputs: Inputs, num_streams: int) -> int:
-    return windows_ahead(_num_threads(inputs), num_streams)
-
-
 def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
     """Return the most rows of windows that a loader's streams hold at once, and those of the largest window.
 
@@ -175,7 +172,8 @@ def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
     streams = of_epoch
     if epochs > 1 and max(map(len, streams), default=0) < _FEW_WINDOWS:  # then other epochs cut them elsewhere
         streams = loader.window_rows(min(epochs, _EPOCHS_SEEN))
-    ahead, of_batch = _windows_ahead(inputs, len(streams)), loader.batch_size / max(1, len(streams))
+    ahead = windows_ahead(_num_threads(inputs), len(streams))
+    of_batch = loader.batch_size / max(1, len(streams))
     for rows, first in zip(streams, of_epoch, strict=True):
         if not rows:  # of few rows, some streams have none
             continue

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from recsys.config import Config, FeatureType
+from recsys.config import Config
 from recsys.config.bounds import bounded
 from recsys.config.choices import Interaction
-from recsys.config.features import table_of_feature
+from recsys.config.features import id_features, table_of_feature
 from recsys.config.model import ModelConfig, Needs
 from recsys.config.names import one_of
 from recsys.errors import UserError
@@ -69,7 +69,7 @@ class DLRMConfig(ModelConfig):
 
     def _check_attention(self, config: Config, name: str, query: str) -> None:
         key = f"model.attention.{name}"
-        ids = [feature for feature, settings in config.features.items() if settings.type is FeatureType.id]
+        ids = id_features(config)
         one_of("model.attention", name, ids, "id feature")
         one_of(key, query, ids, "id feature")
         if query in self.attention:
