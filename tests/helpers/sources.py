@@ -14,6 +14,7 @@ class Sources:
         """Take the sources by path, as `torchrec/distributed/types.py`."""
         self._files = files
         self._module = cache(self._load)
+        self._calls_in = cache(self._all_calls)
         self._packages = {path.split("/")[0] for path in files}
 
     def _load(self, module: str) -> tuple[str, ast.Module] | None:
@@ -104,9 +105,13 @@ class Sources:
         """Path and call, of every call of an attribute of this name in a folder."""
         for path, text in self._files.items():
             if path.startswith(folder) and f".{method}(" in text:
-                for node in ast.walk(ast.parse(text)):
-                    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method:
-                        yield path, node
+                yield from ((path, call) for name, call in self._calls_in(path) if name == method)
+
+    def _all_calls(self, path: str) -> list[tuple[str, ast.Call]]:
+        """The calls of attributes in a file, each with the attribute's name."""
+        nodes = ast.walk(ast.parse(self._files[path]))
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        return [(call.func.attr, call) for call in calls if isinstance(call.func, ast.Attribute)]
 
     def _fields(self, module: str, node: ast.ClassDef) -> set[str] | None:
         """The fields of a dataclass or named tuple and of its bases."""

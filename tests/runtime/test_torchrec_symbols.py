@@ -27,7 +27,8 @@ OLDEST = [pin for pin in requirements("cpu", "oldest") if pin.startswith(("torch
 PACKAGES = ("torchrec", "fbgemm_gpu")
 _TRAINING = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
 _JAGGED = "torchrec.sparse.jagged_tensor"
-# What variables of these names hold where tables, steps and models are.
+HOLDERS = ("recsys/tables", "recsys/step", "recsys/models")
+# What variables of these names hold there.
 HELD = {
     **dict.fromkeys(["fbgemm", "emb_module"], f"{_TRAINING}.SplitTableBatchedEmbeddingBagsCodegen"),
     "ids": f"{_JAGGED}.KeyedJaggedTensor",
@@ -157,15 +158,18 @@ def problems_of_overrides(path: str, tree: ast.Module, sources: Sources, newer: 
 
 @cache
 def trees_of_ours() -> list[tuple[str, ast.Module]]:
-    paths = [*ROOT.glob("recsys/**/*.py"), *ROOT.glob("scripts/**/*.py"), *ROOT.glob("train.py")]
-    return [(str(p.relative_to(ROOT)), ast.parse(p.read_text(encoding="utf-8"))) for p in sorted(paths)]
+    """Path and syntax tree of each of our files that names one of the packages, or may hold its objects."""
+    paths = sorted([*ROOT.glob("recsys/**/*.py"), *ROOT.glob("scripts/**/*.py"), *ROOT.glob("train.py")])
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
+    used = [path for path, text in texts.items() if path.startswith(HOLDERS) or any(name in text for name in PACKAGES)]
+    return [(path, ast.parse(texts[path])) for path in used]
 
 
 def problems_of_ours(sources: Sources, newer: Sources) -> list[str]:
     found = []
     for path, tree in trees_of_ours():
         found += [*problems(path, tree, sources), *problems_of_overrides(path, tree, sources, newer)]
-        if path.startswith(("recsys/tables", "recsys/step", "recsys/models")):
+        if path.startswith(HOLDERS):
             found += problems_of_objects(path, tree, sources)
     return found
 
