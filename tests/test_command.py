@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT, fork_train
+from launch import ROOT, fork_train, run_recsys
 
 from recsys.__main__ import main
 from recsys.runtime.arguments import as_names, names
@@ -113,8 +113,7 @@ def test_the_version() -> None:
 
 
 def test_a_dry_run(tmp_path: Path) -> None:
-    done = run("-m", "recsys", "dry-run", SAMPLE, f"run.dir={tmp_path}")
-    assert done.returncode == 0 and done.stdout.startswith("# Fits"), done.stdout + done.stderr
+    assert run_recsys("dry-run", SAMPLE, f"run.dir={tmp_path}").startswith("# Fits")
     assert json.loads((tmp_path / "memory" / "dry_run.json").read_text())
 
 

@@ -114,7 +114,7 @@ def test_a_snapshot_of_memory_is_left_beside_the_advice(tmp_path: Path, monkeypa
     assert told == ["out of memory"] and (tmp_path / "memory/snapshot_rank_0.pickle").exists()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 8])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_the_allocator_may_take_what_a_budget_leaves_beside_the_context(
     num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

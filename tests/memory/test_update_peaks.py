@@ -51,7 +51,7 @@ def test_vectors_in_fp16_are_read_in_fp32(tmp_path: Path) -> None:
         assert peaks.is_near(peak["predicted_bytes"], peak["measured_bytes"]), peak
 
 
-@pytest.mark.parametrize("output", ["FP32", "BF16"])
+@pytest.mark.parametrize("output", [pytest.param("FP32", marks=pytest.mark.slow), "BF16"])
 def test_gradients_that_weights_change_are_there_twice(output: str) -> None:
     """On each of 16 GPUs, with parts of the vectors of all rows, that is more than what its own rows take."""
     tables = ("user", "item", "category", "device", "hour")

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from launch import fork_train
 
+from recsys.checkpoint import Marker, Source
 from recsys.report.record import Record
+from recsys.training.resume import _warn_unfinished
 
 CONFIG = "configs/dlrm_sample.yaml"
 OPTIONS = (
@@ -143,14 +145,17 @@ def test_a_first_start_that_is_refused_leaves_its_page(tmp_path: Path) -> None:
     assert "does not exist; name a run directory" in (tmp_path / "run/report.html").read_text()
 
 
-def test_a_start_from_a_run_that_has_not_ended_is_told(finished: Path, tmp_path: Path) -> None:
+def test_a_start_from_a_run_that_has_not_ended_is_told(
+    finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Such as of a day before that was killed, or that still goes on."""
+    checkpoint = finished / "checkpoints/step-000000011"
+    source = Source(checkpoint, Marker.read(checkpoint), None)
 
-    def told(source: Path) -> bool:
-        text = train(
-            tmp_path / f"next{len(list(tmp_path.iterdir()))}", 1, f"train.init_from={source}", "train.max_steps=1"
-        )
-        return "has not come to its end" in text
+    def told(run_dir: Path) -> bool:
+        caplog.clear()
+        _warn_unfinished(run_dir, source)
+        return "has not come to its end" in caplog.text
 
     assert not told(finished)
     result = json.loads((finished / "result.json").read_text())
@@ -158,9 +163,11 @@ def test_a_start_from_a_run_that_has_not_ended_is_told(finished: Path, tmp_path:
     ending = finished / "memory/rank_0.json"
     ending.write_text(ending.read_text().replace('"status": "done"', '"status": "stopped"'))
     assert told(finished)
+    text = train(tmp_path / "next", 1, f"train.init_from={finished}", "train.max_steps=1")
+    assert f"'{finished}' has not come to its end (stopped), and these are its weights of step 10" in text
     (finished / "result.json").unlink()
     ending.unlink()  # as of one that was killed, before its first line of figures
     (finished / "metrics.jsonl").write_text("")
-    assert told(finished) and not told(finished / "checkpoints/step-000000011")
+    assert told(finished) and not told(checkpoint)
     (finished / "metrics.jsonl").unlink()
     assert not told(finished)
