@@ -3,11 +3,13 @@
     curl localhost:8000/predict -H 'content-type: application/json' -d '{"user_id": [7, 7], "item_id": [3, 5]}'
 
 A request has a list for each column, with a value for each row; the answer has a list for each score. A mistake in the
-rows is answered by status 400 and a sentence on it.
+rows is answered by status 400 and a sentence on it, and a body that is no JSON of lists by status 422.
 """
 
 import math
+import os
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,9 +41,13 @@ class Scores(litserve.LitAPI):
         """Open the export, once in each worker."""
         self.scorer = Scorer(Path(__file__).parent)
 
+    def decode_request(self, request: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """Return a request's columns; FastAPI answers a body that has not this type."""
+        return request
+
     def predict(self, request: dict[str, list[Any]]) -> dict[str, list[float]]:
         """Return the scores of a request's rows."""
-        rows = {name: typed(values) for name, values in request.items()} if isinstance(request, dict) else request
+        rows = {name: typed(values) for name, values in request.items()}
         try:
             scores: dict[str, list[float]] = self.scorer.score(rows).to_pydict()
         except ExportError as error:
@@ -53,7 +59,17 @@ class Scores(litserve.LitAPI):
         return scores
 
 
+def end_by(first: int) -> None:
+    """Let SIGTERM end the process `first` as Ctrl-C does, after which litserve ends its others; these end at once."""
+
+    def end(number: int, _: Any) -> None:
+        if os.getpid() == first:
+            raise KeyboardInterrupt
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 if __name__ == "__main__":
-    # litserve ends its processes after Ctrl-C; after another signal they would stay, and go on to answer.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_by(os.getpid())
     litserve.LitServer(Scores()).run(port=8000)
