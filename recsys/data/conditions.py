@@ -1,7 +1,7 @@
 """The tree of a filter: conditions on columns, evaluated for rows, and for row groups by their statistics."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import reduce
@@ -142,8 +142,9 @@ class Condition:
         if not isinstance(self.value, Column):
             return _of_values(column, self._test)
         pair = [_of_values(side, lambda values: values) for side in (column, table.column(self.value))]
-        if pair[0].type != pair[1].type:  # numbers of two types; the kernel refuses large ones
-            pair = [side.cast(pa.float64(), safe=False) for side in pair]
+        if pair[0].type != pair[1].type:
+            dtype = _common_type([side.type for side in pair])
+            pair = [side.cast(dtype, safe=False) for side in pair]
         return KERNELS[self.operator](*pair)
 
     def _test(self, values: pa.Array) -> pa.Array:
@@ -204,6 +205,15 @@ def _check_pair(operator: str, left: str, left_dtype: pa.DataType, right: str, r
             f"{KEY}: columns '{left}' ({left_dtype}) and '{right}' ({right_dtype}) cannot be compared with each other; "
             f"compare columns of one type"
         ) from error
+
+
+def _common_type(dtypes: Sequence[pa.DataType]) -> pa.DataType:
+    """Return the type that two columns of different types, as `_check_pair` lets through, are compared in."""
+    typed = [dtype for dtype in dtypes if not pa.types.is_null(dtype)]
+    if len(typed) < 2:  # no row of the other one has a value
+        return typed[0]
+    # Floats make one of large ids that differ, and the kernel refuses them where one side is unsigned.
+    return pa.decimal128(20, 0) if all(map(pa.types.is_integer, typed)) else pa.float64()
 
 
 def _bound(column: str, dtype: pa.DataType, operator: str, literal: Any) -> tuple[str, pa.Scalar]:

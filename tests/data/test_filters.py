@@ -38,6 +38,7 @@ TABLE = pa.table(
         "null": pa.nulls(6),
         "h": pa.array([0.1, -2, None, -0.0, NAN, 7], pa.float16()),
         "a2": pa.array([1, 2, 2, 9, None, 4], pa.int64()),
+        "ubig": pa.array([2**60, 2**60, 2**64 - 1, 0, None, 1], pa.uint64()),
     }
 )
 CASES = [
@@ -101,6 +102,11 @@ CASES = [
     ("a == a2", [0]),
     ("a < a2", [3]),
     ("a != f", [0, 2, 4]),
+    ("big == ubig", [1, 3]),
+    ("big < ubig", [2]),
+    ("big > ubig", [0]),
+    ("s == col('null') or a == 3", [2]),
+    ("col('null') < t or a == 3", [2]),
     ("d == '2026-11-02' or\n  d == '2026-11-03'", [1, 2]),
 ]
 
@@ -139,7 +145,7 @@ def test_row_groups_of_one_row_are_decided_by_statistics(tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", TABLE, row_group_rows=1)
     for text, _ in CASES:
         columns = parse_filter(text).columns()
-        if columns & {"f", "l", "n", "null", "a2", "h"}:
+        if columns & {"f", "l", "n", "null", "a2", "h", "ubig"}:
             continue
 
         def none(*_) -> int:
