@@ -100,10 +100,8 @@ def _read(
     files: Files, parser: FooterParser, condition: Condition | None, options: ReadOptions, cache: CachedFooters
 ) -> tuple[Files, list[Footer], Dataset]:
     """Return the files that may have matches and can be read, their footers, and a dataset of all their rows."""
-    candidates, cached = files, cache.footers
-    if condition is not None:
-        candidates, cached = prune_by_path(files, condition, parser, cached)
-    read, bad = read_footers(candidates, parser, options.max_bad_files, cached)
+    candidates = files if condition is None else prune_by_path(files, condition, parser, cache.footers)
+    read, bad = read_footers(candidates, parser, options.max_bad_files, cache.footers)
     readable = candidates.select(np.array([footer is not None for footer in read], np.bool_))
     footers = [footer for footer in read if footer is not None]
     types = _types(files, readable, footers, parser)

@@ -1,6 +1,7 @@
 """Which row groups have rows that match a filter, and how many: by partitions, then by statistics."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -8,40 +9,43 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.data.conditions import Bounds, Condition
-from recsys.data.fields import Place
-from recsys.data.footers import FileKey, Footer, FooterParser, file_keys, read_footer
+from recsys.data.fields import Place, places
+from recsys.data.footers import FileKey, Footer, FooterParser, file_keys, metadata_of, schema_read
 from recsys.data.storage import Files, partition_keys
 from recsys.data.thrift import Statistics
 from recsys.ids import NANOSECONDS
 
 
-def prune_by_path(
-    files: Files, condition: Condition, parser: FooterParser, known: Mapping[FileKey, Footer]
-) -> tuple[Files, dict[FileKey, Footer]]:
+def prune_by_path(files: Files, condition: Condition, parser: FooterParser, known: Mapping[FileKey, Footer]) -> Files:
     """Leave out the files whose partition keys exclude a match, so that their footers need not be read.
 
-    The first file's footer tells which columns are keys: those that it does not have.
+    So it matters neither whether such a file can be read, nor whether it has the columns that are wanted. Keys are what
+    the first file that can be read does not have as a column.
 
-    Returns:
-        The other files, and the footers known by now.
+    Args:
+        known: footers of an earlier run.
     """
-    footers, first = dict(known), file_keys(files)[0]
     candidates = condition.columns() & set().union(*map(partition_keys, files.names))
-    if not candidates:
-        return files, footers
-    try:
-        if first not in footers:
-            content = read_footer(files.storage, files.names[0], int(files.sizes[0]))
-            footers[first] = parser.parse(files.names[0], content)
-    except (pa.ArrowException, OSError, UnicodeDecodeError):  # told by whoever reads all of them
-        return files, footers
-    candidates -= set(parser.layouts[footers[first].layout].names)
-    of_path = {name: files.partition_type(name, parser.like) for name in candidates}
+    if not candidates or (stored := _stored_columns(files, parser, known)) is None:
+        return files
+    of_path = {name: files.partition_type(name, parser.like) for name in candidates - stored}
     schema = pa.schema([(name, of_path.get(name, pa.null())) for name in condition.columns()])
     # A file counts as one row, of whose columns only the keys are known.
     footer = Footer(0, [1], [0], 0)
     rows = certain_rows(condition.bind(schema), schema, files, [footer] * len(files.names), [pa.schema([])])
-    return files.select(rows != 0), footers
+    return files.select(rows != 0)
+
+
+def _stored_columns(files: Files, parser: FooterParser, known: Mapping[FileKey, Footer]) -> set[str] | None:
+    """Return the columns of the first file that can be read, and fields inside them; None: there is no such file."""
+    for key in file_keys(files):
+        if key in known:
+            return set(parser.layouts[known[key].layout].names)
+        name, size, _ = key
+        with suppress(pa.ArrowException, OSError, UnicodeDecodeError):  # told by who reads all of them
+            footer = metadata_of(files.storage, name, size)
+            return set(places(schema_read(footer), footer.schema))
+    return None
 
 
 def certain_rows(

@@ -386,5 +386,12 @@ def test_partitions_that_do_not_match_are_not_opened(tmp_path):
         "data.train", str(tmp_path), {"user": "key"}, filter="not ('2026-11-02' <= day < '2026-11-08')"
     )
     assert read_column(dataset, "user").to_pylist() == [1, 1, 8, 8]
+    # The first file tells which columns are keys, but its rows need not be wanted either.
+    write(tmp_path / "day=2026-11-01" / "a.parquet", {"other": [1]})
+    for first in ("day=2026-10-31", "day=2026-10-30"):
+        last = open_dataset("data.train", str(tmp_path), {"user": "key"}, filter="day >= '2026-11-08'")
+        assert read_column(last, "user").to_pylist() == [8, 8]
+        (tmp_path / first).mkdir()
+        (tmp_path / first / "a.parquet").write_bytes(b"broken")
     message = refusal(lambda: open_dataset("data.train", str(tmp_path), {"user": "key"}, filter="day == '2027-01-01'"))
     assert "that can match 'day == '2027-01-01'' (data.filter) by their path hold no rows" in message
