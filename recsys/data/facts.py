@@ -208,12 +208,12 @@ def measure(
     """
     if not (vocabularies or floats or rows):
         return Facts()
-    counters, summaries = world.agree(lambda: _pass(dataset, vocabularies, floats, world, rows))
+    tables, summaries = world.agree(lambda: _pass(dataset, vocabularies, floats, world, rows))
     chosen, num_counted = dict[str, Grown](), dict[str, int]()
-    for columns in list(counters):
-        # One counter at a time, and each goes: they hold every id there is.
+    for columns in list(tables):
+        # One table at a time, and each goes: they hold every id there is.
         with _naming(dataset, columns):
-            counts = add_up(world.gather(counters.pop(columns).to_table()))
+            counts = add_up(world.gather(tables.pop(columns)))
             requests = {table: request for table, request in vocabularies.items() if request.columns == columns}
             num_counted[next(iter(requests))] = counts.num_rows
             for table, request in sorted(requests.items(), key=lambda pair: len(pair[1].after)):
@@ -243,7 +243,7 @@ def _pass(
     floats: Sequence[FloatColumn],
     world: World,
     row_counter: RowCounter | None,
-) -> tuple[dict[tuple[str, ...], IdCounter], dict[int, list[np.ndarray]]]:
+) -> tuple[dict[tuple[str, ...], pa.Table], dict[int, list[np.ndarray]]]:
     columns = [column for request in vocabularies.values() for column in request.columns]
     columns += [part.column for part in floats if part.column is not None]
     columns += [row_counter.column] if row_counter else []
@@ -262,7 +262,11 @@ def _pass(
                 row_counter.add(chunk)  # type: ignore[union-attr]
             summaries[i] = [summarise(rows.column(part.column or ""), part) for part in floats]
             task.done += 1
-    return counters, summaries
+    tables = {}
+    for counted in list(counters):
+        with _naming(dataset, counted):  # here, where all ranks are told if the ids of one have no type in common
+            tables[counted] = counters.pop(counted).to_table()
+    return tables, summaries
 
 
 @contextmanager

@@ -160,16 +160,17 @@ def test_numbers_beyond_float32_are_refused_by_column(tmp_path, value):
         figures(tmp_path, pa.array([1.0, value]))
 
 
-class Alone:
-    """Stands in for the `World` of one rank."""
+class OneOfSeveral:
+    """Stands in for the `World` of a rank whose data are at fault; `told`: the other ranks are told of it."""
 
-    rank, world_size = 0, 1
+    rank, world_size, told = 0, 1, False
 
     def agree(self, action):
-        return action()
-
-    def gather(self, value):
-        return [value]
+        try:
+            return action()
+        except UserError:
+            self.told = True
+            raise
 
 
 @pytest.mark.parametrize(
@@ -188,4 +189,5 @@ def test_ids_that_make_no_vocabulary_are_told_with_their_columns(tmp_path, one, 
     with pytest.raises(
         UserError, match=f"^config key 'data.train': ids of a vocabulary, in 'liked', 'seen': ids .*{said}"
     ):
-        measure(dataset, {"item": request}, [], Alone())
+        measure(dataset, {"item": request}, [], world := OneOfSeveral())
+    assert world.told
