@@ -64,7 +64,7 @@ def convert_ids(
         weights = None if weights is None else plain(weights)
         lengths = None
         if pa.types.is_list(array.type):
-            array, weights, lengths = _flatten(array, weights, part)
+            array, weights, lengths = flatten(array, weights, part)
         elif weights is not None and pa.types.is_list(weights.type):
             raise UserError(f"one id a row goes with one weight a row, but column '{part.weights}' is {weights.type}")
         rows, present = _map(array, part, dtype, out if lengths is None and k == 1 else None, allocate)
@@ -240,8 +240,12 @@ def _count(present: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
     return np.diff(before[np.cumsum(lengths)], prepend=0).astype(np.int32)
 
 
-def _flatten(array: pa.Array, weights: pa.Array | None, part: IdColumn) -> tuple[pa.Array, pa.Array | None, np.ndarray]:
-    """Return the elements of lists cut to `max_length`, the weights of the same elements, and int32 lengths."""
+def flatten(array: pa.Array, weights: pa.Array | None, part: IdColumn) -> tuple[pa.Array, pa.Array | None, np.ndarray]:
+    """Return the elements of lists cut to `max_length`, the weights of the same elements, and lengths, int32 [rows].
+
+    Raises:
+        UserError: there are not as many weights as ids.
+    """
     starts, lengths = list_bounds(array)
     weight_starts = starts
     if weights is not None and not pa.types.is_list(weights.type):

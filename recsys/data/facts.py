@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from recsys.config import NullPolicy
 from recsys.data.arrays import drop_nulls, plain
-from recsys.data.convert import convert_ids
+from recsys.data.convert import convert_ids, flatten
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.figures import FloatFacts, joined, summarise
@@ -174,7 +174,9 @@ class RowCounter:
         if self._is_mapped:
             self._ids.add(pa.array(convert_ids(chunk, self._part, _ROW).values))
             return
-        ids = _flat(chunk)
+        ids = plain(chunk)
+        if pa.types.is_list(ids.type):
+            ids = flatten(ids, None, self._part)[0]  # whose rest is not trained, either
         self._num_nulls += ids.null_count
         self._ids.add(_present(ids))
 

@@ -60,6 +60,14 @@ def test_ids_counted_before_there_is_a_vocabulary_are_its_rows(tmp_path, world_s
         assert counted(tmp_path, IDS, mapping, null, world_size, is_mapped) == expected
 
 
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_ids_beyond_max_length_do_not_count(is_mapped):
+    part = IdColumn("x", "x", VocabularyMapping(pa.array([6, 3]), 1, 0), max_length=2)
+    counter = RowCounter(part, is_mapped)
+    counter.add(pa.array([[6, 3, 3], None, [5, None, 6]]))
+    assert counter.counts(part, 4)[0].tolist() == [1, 1, 2, 0]
+
+
 def test_counts_are_kept_in_a_file(tmp_path):
     facts = Facts(row_counts={"x": np.array([0, 3, 2**40])})
     facts.save(tmp_path / "kept")
