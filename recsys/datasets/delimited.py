@@ -212,6 +212,8 @@ class _Reader:
     def _type(self, column: pa.Field) -> pa.DataType:
         if pa.types.is_binary(column.type):
             raise UserError(f"{self._first}: column {column.name!r} is not UTF-8; {CONVERT}")
+        if pa.types.is_timestamp(column.type) and column.type.unit == "s":  # later ones may have fractions
+            return pa.timestamp(TYPES["timestamp"].unit, column.type.tz)
         # A first block of nulls tells nothing of the type; a string can hold any value.
         return pa.string() if pa.types.is_null(column.type) else column.type
 

@@ -57,6 +57,9 @@ def told(path: Path) -> Iterator[None]:
         hint = "; --types NAME=TYPE sets the type of a column" if "conversion error" in message else ""
         if "conversion error to timestamp" in message:
             hint = "; --time-format FORMAT reads times that are not in ISO 8601"
+            if " zone offset in " in message:
+                message = message.partition(". If these timestamps")[0]  # advice on functions of Arrow
+                hint = "; write all times of a column with a zone offset or none, and leave it out of --types with one"
         if "CSV parse error" in message and '"' in message:
             hint = f"; {_NO_QUOTES}"
         if "invalid UTF8" in message:

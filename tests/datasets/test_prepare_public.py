@@ -3,12 +3,13 @@
 import gzip
 import lzma
 import zipfile
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from recsys.datasets import delimited
 from recsys.datasets.delimited import CsvOptions, convert_csv
 from recsys.errors import UserError
 
@@ -144,6 +145,16 @@ def test_texts_that_are_no_times_name_the_option_that_reads_them(tmp_path: Path)
         _converted(tmp_path, text, delimiter=",", split_by="time:then", **split)
     with pytest.raises(UserError, match=r"invalid value '11/05/2026 6:30 PM'; --time-format FORMAT reads"):
         _converted(tmp_path, text, delimiter=",", types={"then": "timestamp"})
+
+
+@pytest.mark.parametrize("zone", ["", "Z"])
+def test_times_of_whole_seconds_may_have_fractions_later(tmp_path: Path, monkeypatch, zone: str) -> None:
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", 64)
+    whole, moment = "2026-11-01T10:00:00", datetime(2026, 11, 1, 10, tzinfo=UTC if zone else None)
+    times = _converted(tmp_path, "a,then\n" + f"1,{whole}{zone}\n" * 4 + f"2,{whole}.25{zone}\n", delimiter=",")["then"]
+    assert times == [*[moment] * 4, moment + timedelta(seconds=0.25)]
+    with pytest.raises(UserError, match=r"zone offset in '.*'; write all times of a column with a zone offset or none"):
+        _converted(tmp_path, "a,then\n" + f"1,{whole}{zone}\n" * 4 + f"2,{whole}{'' if zone else 'Z'}\n", delimiter=",")
 
 
 def test_names_of_columns_that_the_header_has_are_left_out(tmp_path: Path) -> None:
