@@ -119,6 +119,7 @@ def _expand_local(key: str, path: str) -> list[_File]:
     if not glob.has_magic(path):
         wrong = "is no regular file" if os.path.exists(path) else f"does not exist{_seen_from(path)}"
         raise UserError(f"config key '{key}': '{path}' {wrong}{_near(Storage(), path)}")
+    path = re.sub("/+", "/", path)  # as `$LOGS/*.parquet` has where LOGS ends in a slash; what matches has one
     pattern = path.split("/")
     matches = sorted(match for match in glob.glob(path, recursive=True) if _is_match(match.split("/"), pattern))
     by_name = {file.name: file for match in matches for file in _file_or_below(match)}
