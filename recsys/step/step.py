@@ -100,10 +100,11 @@ class DenseHalf(nn.Module):
 
     def replicate(self, device: torch.device) -> None:
         """Give all ranks the weights and buffers of rank 0, and set up the averaging of gradients; collective."""
+        # Of a class of the user's own they may be drawn by a generator that the seed does not set. Without
+        # `broadcast_buffers` DistributedDataParallel leaves buffers as they are from the start.
+        for tensor in (*self._dense_parameters, *self.model.buffers()):
+            set_to_rank_zero(tensor)
         if not self.late_exchange:
-            # Of a class of the user's own they may be drawn by a generator that the seed does not set.
-            for tensor in (*self._dense_parameters, *self.model.buffers()):
-                set_to_rank_zero(tensor)
             parameters = [parameter for parameter in self._dense_parameters if parameter.requires_grad]
             self._joined = JoinedGradients([*parameters, self.sums])
             return

@@ -230,13 +230,17 @@ class DrawnElsewhere(Own):
         self.register_buffer("scale", torch.tensor(2.0), persistent=False)
 
 
-def test_ranks_begin_with_all_that_rank_0_has_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["CPUs", "GPUs"])
+def test_ranks_begin_with_all_that_rank_0_has_drawn(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also with frozen weights and buffers, which NumPy may have drawn; here rank 0 has bytes of 0."""
     monkeypatch.setattr(Own, "layer", nn.Linear(4, 4), raising=False)
     monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, source: tensor.zero_())
     config = load_config(config_of_own(tmp_path), [f"model.name={__name__}.DrawnElsewhere"])
     with open_world(Device.cpu, 1):
         dense = build_dense_half(config, lambda: (torch.zeros(0), 0))
+        dense.late_exchange = late
         dense.replicate(torch.device("cpu"))
         assert len([*dense.model.parameters(), *dense.model.buffers()]) == 7
         assert not any(tensor.any() for tensor in (*dense.model.parameters(), *dense.model.buffers()))
