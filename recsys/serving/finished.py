@@ -138,6 +138,9 @@ class OpenRun:
     Args:
         roles: datasets of the config to open. given: rows to be scored.
 
+    Attributes:
+        forget_caches: to be called after a table was changed; as of `TableUpdates`.
+
     Raises:
         UserError: the data do not fit the model, or the checkpoint is corrupt.
     """
@@ -156,6 +159,7 @@ class OpenRun:
         world.agree(lambda: dense_weights(built.dense_model, self.source))
         load_tensors(self.source.path, self.source.marker, built.tensors, world, self.inputs.config)
         self.model: DistributedModelParallel = built.model
+        self.forget_caches = built.table_updates.forget_caches
         self.model.eval()
 
     def beside(self, roles: Sequence[str], *given: Given) -> Inputs:

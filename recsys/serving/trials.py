@@ -312,3 +312,4 @@ class Trials:
                 for shard, (row, column) in shards:
                     pruned = ~kept[row : row + len(shard)].to(shard.device)
                     shard[pruned] = vector[column : column + shard.shape[1]].to(shard)
+        self._opened.forget_caches()  # else `fused_uvm_caching` goes on with rows of the trial before

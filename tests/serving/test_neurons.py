@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import load_tables
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from launch import evaluate, run_recsys
 
 from recsys.config import ModelConfig, load_config
@@ -112,15 +113,22 @@ def test_neurons_are_told_apart_where_gradients_are_summed_in_halves(
 
 
 @pytest.mark.slow
-def test_importances_are_those_of_a_compression_whatever_was_tried(tmp_path: Path) -> None:
+def test_importances_are_those_of_a_compression_whatever_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's caches of rows are dropped for each, so that `fused_uvm_caching` reads none of the one before."""
     options = ("train.max_steps=8", "data.valid=data/sample/test")
     run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={tmp_path}", *options)
     run = find_run(str(tmp_path))
     with open_world(run.config.run.device, 1) as world:
         trials = Trials(run, world, "auc")
         in_int2 = replace(trials.given, codes=dict.fromkeys(run.config.tables, RowCode.INT2))
+        dropped: list[Any] = []
+        kernel = SplitTableBatchedEmbeddingBagsCodegen
+        monkeypatch.setattr(kernel, "reset_cache_states", lambda fbgemm: dropped.append(fbgemm))
         before, other = trials.gradients(trials.given), trials.gradients(in_int2)
         again = trials.gradients(trials.given)
+        assert len(dropped) == 3 * len(set(map(id, dropped))) > 0
     assert all(np.array_equal(again[name], before[name]) for name in run.config.tables)
     assert not any(np.array_equal(other[name], before[name]) for name in run.config.tables)
 
