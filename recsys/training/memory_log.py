@@ -13,9 +13,9 @@ from recsys.data.inputs import Inputs
 from recsys.memory import Timeline, measure_dense, predict_dense, table_entries
 from recsys.memory.data_facts import data_facts
 from recsys.memory.report import SCHEMA_VERSION, rank_report, tensor_lines, write_page, write_rank
-from recsys.memory.trace import Prediction, layer_page, predict_run
+from recsys.memory.trace import Prediction, layer_page, misfits, predict_run
 from recsys.runtime.live import Task
-from recsys.runtime.logs import git_commit
+from recsys.runtime.logs import git_commit, logger
 from recsys.runtime.machine import topology_of
 from recsys.runtime.versions import installed_versions
 from recsys.training.build import Built
@@ -38,6 +38,8 @@ class MemoryLog:
         world.from_rank_zero(lambda: _clear(folder))
         with Task("predicting memory", is_shown=world.rank == 0):
             self._prediction, self._layers = world.from_rank_zero(self._predict)
+        for problem in misfits(self._prediction.ranks, self._topology):  # the system may kill what takes too much
+            logger.warning("by the prediction the run does not fit: %s; recsys dry-run says what takes it", problem)
         # While all ranks are there: their tables do not change any more.
         weights, states = built.tensors.tables(), built.tensors.table_optimizer()
         self._tables = table_entries(config, built.shards, world.rank, weights, states)

@@ -102,3 +102,12 @@ def test_a_budget_that_the_libraries_take_leaves_its_page(tmp_path: Path) -> Non
     assert "nor are more ranks: a process takes" in said and "was not written" not in said
     page = (tmp_path / "run" / "report.html").read_text()
     assert "out of memory</span> at step 0" in page and "memory.budget allows 100" in page
+
+
+def test_a_run_that_is_predicted_not_to_fit_says_so_before_its_first_step(tmp_path: Path) -> None:
+    """The system kills what takes more than there is, and then nobody has a word left."""
+    settings = "train.max_steps=1", "data.valid=null", "data.test=null", "topology.host_memory=100MiB"
+    done = fork_train(SAMPLE, f"run.dir={tmp_path / 'run'}", *settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, step, _ = (tmp_path / "run" / "logs" / "rank_0.log").read_text().partition("step 1/1")
+    assert step and "the run does not fit: the host memory of machine 0 would take" in before
