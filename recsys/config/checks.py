@@ -18,6 +18,7 @@ from recsys.config.compression_checks import check_compression, check_publishing
 from recsys.config.experts import check_experts, expert_tables
 from recsys.config.features import id_features
 from recsys.config.initial import check_init
+from recsys.config.model_checks import check_model, gives_several_rows
 from recsys.config.names import check_names, one_of
 from recsys.config.optimizer_checks import check_optimizers, check_replicated
 from recsys.config.schema import Config, FeatureConfig, TableConfig
@@ -38,7 +39,7 @@ def check_config(config: Config) -> None:
     check_bounds(config)
     _check_numbers(config)
     _check_features(config)
-    _check_model(config)
+    check_model(config)
     _check_tables(config)
     check_optimizers(config)
     _check_paths(config)
@@ -126,60 +127,6 @@ def _check_id(key: str, feature: FeatureConfig) -> None:
         raise UserError(f"config key '{key}.boundaries' must be ascending numbers, one at least, found {bounds}")
 
 
-def _check_model(config: Config) -> None:
-    """Refuse data that the model does not read, or lacks, and a section that the model itself refuses."""
-    model, needs = config.model, config.model.needs()
-    model.check(config)
-    ids = id_features(config)
-    for name in (name for name in needs.sequences if name not in ids):
-        raise UserError(
-            f"config key 'model': {model.name} reads a vector for each id of feature '{name}', and no id feature has "
-            f"that name{nearest(name, ids)} (there are: {', '.join(ids) or 'none'})"
-        )
-    if needs.item_id is None and config.data.items is not None:
-        raise UserError(f"config key 'data.items': model {model.name} ranks rows, and reads no item corpus; remove it")
-    if config.data.labels and config.data.label_column is not None:
-        raise UserError("config keys 'data.labels' and 'data.label_column' exclude each other; keep data.labels")
-    if needs.labels and not config.labels():
-        raise UserError(
-            f"config key 'data.label_column' is not set, and model {model.name} needs a column with 0 or 1 "
-            f"(or data.labels, for several)"
-        )
-    for name, label in config.data.labels.items():
-        if label.column is not None and label.expression is not None:
-            raise UserError(f"config key 'data.labels.{name}' has a column and an expression; keep one of them")
-    if needs.labels and not any(label.weight for label in config.labels().values()):
-        raise UserError("config key 'data.labels': every weight is 0, so that nothing is learned; set one above 0")
-    if not needs.labels and config.labels():
-        key = "labels" if config.data.labels else "label_column"
-        raise UserError(
-            f"config key 'data.{key}': model {model.name} takes every row for a positive and reads no label; "
-            f"keep the positive rows in data.train, and drop data.{key}"
-        )
-    if config.data.keep_negatives is not None and not any(x.loss.is_binary for x in config.labels().values()):
-        raise UserError(
-            "config key 'data.keep_negatives' needs a label with loss: binary, and there is none; remove it"
-        )
-    if needs.item_id is not None:
-        _check_item_id(config, needs.item_id)
-
-
-def _check_item_id(config: Config, item_id: str) -> None:
-    feature = config.features[item_id]
-    if feature.type is not FeatureType.id:
-        raise UserError(f"config key 'model.item_id': feature '{item_id}' must be of type id")
-    table = config.tables[feature.table or ""]
-    if _gives_several_rows(table):
-        raise UserError(
-            f"config key 'model.item_id': table '{feature.table}' gives an id several rows, and items are told apart "
-            f"by one; use mapping: hash with num_hashes=1, vocabulary or identity"
-        )
-    if (config.data.valid or config.data.test) and not config.data.items:
-        raise UserError(
-            "config key 'data.items' is not set, and data.valid and data.test are evaluated over a file of all items"
-        )
-
-
 def _check_cross(key: str, feature: FeatureConfig) -> None:
     columns = feature.cross or []
     if len(columns) < 2 or len(set(columns)) < len(columns):
@@ -245,15 +192,11 @@ def _check_unpooled(config: Config, name: str, table: TableConfig) -> None:
             f"model {config.model.name}, which goes with {', '.join(choice.name for choice in UNPOOLED)}, found "
             f"{table.sharding_type.name}"
         )
-    if _gives_several_rows(table):
+    if gives_several_rows(table):
         raise UserError(
             f"config key 'tables.{name}.mapping' gives an id several rows, and feature '{unpooled[0]}' is looked up id "
             f"by id, for model {config.model.name}; use mapping: hash with num_hashes=1, vocabulary or identity"
         )
-
-
-def _gives_several_rows(table: TableConfig) -> bool:
-    return table.num_hashes > 1 or table.mapping is IdMappingType.quotient_remainder
 
 
 def _check_mapping(config: Config, name: str, table: TableConfig) -> None:

@@ -26,6 +26,7 @@ from recsys.data.wanted import (
     crosses,
     float_column,
     has_labels,
+    item_column,
     label_column,
     needed_columns,
     of_row_filter,
@@ -131,11 +132,11 @@ class Inputs:
 
     def item_shares(self) -> tuple[np.ndarray, np.ndarray]:
         """Return of all items the table rows, int64 [items], and their shares of what is drawn, float64 [items]."""
-        model = self.config.model
-        rows = convert_ids(self.corpus, self.id_column(model.item_id), np.dtype(np.int64)).values
+        needs = self.config.model.needs()
+        rows = convert_ids(self.corpus, self.id_column(needs.item_id or ""), np.dtype(np.int64)).values
         items_of_row = np.bincount(rows)  # which share its count
-        counts = items_of_row if self.facts is None else self.facts.row_counts.get(model.item_id, items_of_row)
-        weights = np.maximum(counts[rows] / items_of_row[rows], 1.0) ** model.needs().sampling_power
+        counts = items_of_row if self.facts is None else self.facts.row_counts.get(needs.item_id or "", items_of_row)
+        weights = np.maximum(counts[rows] / items_of_row[rows], 1.0) ** needs.sampling_power
         return rows, weights / weights.sum()
 
     def spec(self, role: str) -> BatchSpec:
@@ -309,7 +310,7 @@ def _check_first_rows(inputs: Inputs, role: str) -> None:
         if part.name == "targets" and isinstance(lists, Ragged) and not (lists.values >= 0).any():
             raise UserError(
                 f"config key '{dataset.key}': column '{part.column}' has in its first {columns.num_rows} rows no id "
-                f"that is in column '{column_of(config, config.model.item_id)}' of data.items"
+                f"that is in column '{item_column(config)}' of data.items"
             )
 
 
@@ -324,8 +325,7 @@ def _index_of_items(config: Config, datasets: dict[str, Dataset], corpus: pa.Arr
     try:
         return IndexMapping(corpus)
     except (UserError, TypeError) as error:
-        column = column_of(config, config.model.item_id)
-        raise UserError(f"config key '{datasets['items'].key}': column '{column}': {error}") from error
+        raise UserError(f"config key '{datasets['items'].key}': column '{item_column(config)}': {error}") from error
 
 
 def read_corpus(config: Config, items: Dataset) -> pa.Array:
@@ -334,7 +334,7 @@ def read_corpus(config: Config, items: Dataset) -> pa.Array:
     Raises:
         UserError: an id is null, or there twice.
     """
-    column = column_of(config, config.model.item_id)
+    column = item_column(config)
     ids = read_column(items, column)
     if ids.null_count:
         raise UserError(

@@ -59,6 +59,11 @@ def column_of(config: Config, feature: str) -> str:
     return settings.column or (" × ".join(settings.cross) if settings.cross else feature)
 
 
+def item_column(config: Config) -> str:
+    """Return the name of the column of data.items that tells items apart; of a retrieval model."""
+    return column_of(config, config.model.needs().item_id or "")
+
+
 def crosses(config: Config, role: str) -> dict[str, tuple[str, ...]]:
     """Return the columns that are made of others in a dataset of this role, by name."""
     made = {column_of(config, name): config.features[name].cross for name in role_features(config, role)}

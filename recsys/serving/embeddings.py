@@ -17,7 +17,7 @@ from recsys.config.choices import Pooling
 from recsys.data.facts import Facts, VocabularyRequest, kept_rows_file, measure, vocabulary_file
 from recsys.data.inputs import Given, open_inputs
 from recsys.data.parquet import column_names
-from recsys.data.wanted import column_of, needed_columns, role_features, row_filter
+from recsys.data.wanted import column_of, item_column, needed_columns, role_features, row_filter
 from recsys.errors import UserError, nearest
 from recsys.ids import IdMapping, build_mapping
 from recsys.runtime.logs import quiet_libraries, start_logging
@@ -124,7 +124,7 @@ def rows_of_tower(
     """
     config = run.config
     if tower == "item":
-        keep = [column_of(config, config.model.needs().item_id or "")] if keep is None else keep
+        keep = [item_column(config)] if keep is None else keep
         if data is None and config.data.items is not None:
             filter, max_rows = row_filter(config, "items"), config.data.max_rows
             own = Given("items", config.data.items, tuple(keep), filter, key="data.items", max_rows=max_rows)

@@ -21,7 +21,7 @@ from recsys.data.decode import SegmentReader
 from recsys.data.footer_cache import kept_schema
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.data.spec import FloatColumn
-from recsys.data.wanted import column_of, needed_columns, role_features
+from recsys.data.wanted import item_column, needed_columns, role_features
 from recsys.errors import UserError
 from recsys.ids import ROUTE_SEED
 from recsys.runtime.files import replace_file
@@ -202,9 +202,7 @@ class _Export:
         file = self._files.write("items/vectors.bin", vectors, always_verified=False)
         return {
             "rows": rows,
-            "ids": self._files.arrow(
-                "items/ids.arrow", {column_of(config, config.model.needs().item_id or ""): corpus}
-            ),
+            "ids": self._files.arrow("items/ids.arrow", {item_column(config): corpus}),
             "index": write_index(self._files, "items/index.arrow", corpus, 0),
             "vectors": {"file": file, "encoding": "fp32", "rows": len(corpus), "columns": dim, "stride": 4 * dim},
             "seen": config.data.seen_column,

@@ -1,0 +1,97 @@
+"""What a model of one's own says that it needs: items by whatever key of its own; needs that do not hold together."""
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from launch import ROOT, fork_train
+from retrieval import write_retrieval
+
+from recsys.config import ModelConfig, load_config
+from recsys.config.model import Needs
+from recsys.config.model_checks import check_model
+from recsys.data.batch import Batch
+from recsys.errors import UserError
+from recsys.models.base import DenseInputs, Vectors
+from recsys.models.items import gather
+from recsys.models.retrieval import RetrievalConfig, RetrievalModel, first_ids, gather_rows
+
+
+@dataclass
+class ProductsConfig(RetrievalConfig):
+    name: str = "test_own_needs.Products"
+
+    def needs(self) -> Needs:
+        return Needs(labels=False, item_id="item", item_features=("item", "year"), vector_dim=8, sampled_items=16)
+
+
+class Products(RetrievalModel):
+    """Dot products of the vectors of users and of items, against drawn ones; without a key `item_id`, or a layer."""
+
+    Config = ProductsConfig
+
+    def __init__(self, config: ProductsConfig, inputs: DenseInputs) -> None:
+        super().__init__(inputs)
+        self.config = config
+
+    def forward(self, vectors: Vectors, floats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return vectors["user"] + vectors["history"], vectors["item"]
+
+    def losses(self, outputs: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
+        (users, items), end = outputs, batch.sampled.start
+        drawn, keys = gather_rows(items[end:]), first_ids(batch, "item")
+        is_own = gather(keys[end:]) == keys[:end, None]
+        others = (users[:end] @ drawn.T).masked_fill(is_own, -torch.inf)
+        logits = torch.cat([(users[:end] * items[:end]).sum(dim=1, keepdim=True), others], dim=1)
+        losses = F.cross_entropy(logits, logits.new_zeros(end, dtype=torch.long), reduction="none")
+        return {"softmax": (losses * batch.weights[:end]).sum()}
+
+
+def test_items_go_by_what_the_model_needs_not_by_a_key_of_that_name(tmp_path: Path) -> None:
+    config = write_retrieval(tmp_path)
+    head, tail = config.read_text().split("model:")[0], config.read_text()[config.read_text().index("train: {global") :]
+    config.write_text(f"{head}model: {{name: test_own_needs.Products, top_k: [5]}}\n{tail}")
+    settings = f"run.dir={tmp_path / 'run'}", "train.max_steps=2", "data.valid=null"
+    done = fork_train(str(config), *settings, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]["test"].keys() >= {"recall@5"}
+
+
+@dataclass
+class OwnConfig(ModelConfig):
+    name: str = "own.Model"
+    wanted: Needs = field(default_factory=Needs)
+
+    def needs(self) -> Needs:
+        return self.wanted
+
+
+ITEMS = {"labels": False, "item_id": "item_id", "item_features": ("item_id",), "vector_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("needs", "said"),
+    [
+        ({"sequences": ("histroy",)}, r"each id of feature 'histroy', and no id feature .* did you mean 'history'"),
+        ({"log_shares_of": "item"}, r"of the ids of feature 'item', and no id feature has that name"),
+        ({"training_features": ("price",)}, r"in training alone feature 'price', and no feature has that name"),
+        ({"item_features": ("item_id", "pirce")}, r"reads of items feature 'pirce', and no feature"),
+        ({"item_id": "item", "item_features": ("item_id",)}, r"by 'item', which is none of its features of items"),
+        ({"item_id": None, "sampled_items": 8}, r"names no feature that tells them apart; add Needs\.item_id"),
+        ({"sampled_items": 8, "sampling_power": 0.5}, r"set it to Needs\.item_id, 'item_id', found None"),
+    ],
+)
+def test_needs_that_do_not_hold_together(needs: dict[str, object], said: str) -> None:
+    config = load_config(ROOT / "configs" / "two_tower_sample.yaml")
+    with pytest.raises(UserError, match=said):
+        check_model(replace(config, model=OwnConfig(wanted=Needs(**{**ITEMS, **needs}))))
+
+
+def test_items_that_are_drawn_of_no_file() -> None:
+    config = load_config(ROOT / "configs" / "two_tower_sample.yaml")
+    without = replace(config.data, items=None, valid=None, test=None)
+    with pytest.raises(UserError, match=r"'data\.items' is not set, and model own\.Model draws items of it"):
+        check_model(replace(config, data=without, model=OwnConfig(wanted=Needs(**ITEMS, sampled_items=8))))
