@@ -72,9 +72,11 @@ class Advice:
         return {"holders": holders, "advice": offers, **missing}
 
 
-def advise(config: Config, data: DataFacts, topology: Topology, seen_bytes: int = 0) -> Advice:
-    """Return what would make a run fit; `seen_bytes` as of `Fitter`."""
-    fitter = Fitter(config, data, topology, seen_bytes)
+def advise(
+    config: Config, data: DataFacts, topology: Topology, seen_bytes: int = 0, inputs: Inputs | None = None
+) -> Advice:
+    """Return what would make a run fit; arguments as of `Fitter`."""
+    fitter = Fitter(config, data, topology, seen_bytes, inputs)
     return Advice(fitter.holders(), fitter.advice(), fitter.missing(config), fitter.process())
 
 
@@ -132,7 +134,8 @@ class Explained:
     def _advice(self, seen_bytes: int) -> Advice:
         config = self._config if self.inputs is None else self.inputs.config
         topology = topology_of(config, self._world)
-        return advise(config, data_facts(config, self.inputs, topology.world_size), topology, seen_bytes)
+        data = data_facts(config, self.inputs, topology.world_size)
+        return advise(config, data, topology, seen_bytes, self.inputs)
 
 
 def limit_memory(config: Config, world: World) -> int | None:
@@ -165,7 +168,7 @@ def fit_inputs(inputs: Inputs) -> tuple[Inputs, list[Change]]:
 
 def _fitting_changes(inputs: Inputs, topology: Topology) -> list[Change]:
     config = inputs.config
-    fitter = Fitter(config, data_facts(config, inputs, topology.world_size), topology)
+    fitter = Fitter(config, data_facts(config, inputs, topology.world_size), topology, inputs=inputs)
     fitted = fitter.fit(config.memory.allow)
     if not fitted.missing:
         logger.info("memory.fit: %s on the fullest rank, before any change %s", _mib(fitted.after), _mib(fitted.before))

@@ -1,18 +1,19 @@
 """Settings that make a run fit into its memory: the cheapest first, and none that changes what is learned unasked."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 from recsys.config import Config
 from recsys.config.choices import Saver
 from recsys.config.features import rank_rows
+from recsys.data.inputs import Inputs
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict
-from recsys.memory.data_facts import streams_of_a_rank
+from recsys.memory.data_facts import data_facts
 from recsys.memory.levers import LEVERS, Change, roomier_caches, with_changes
 from recsys.memory.trace import demands, rehearse
 from recsys.runtime.machine import Topology
-from recsys.runtime.threads import decoding_threads
 from recsys.step.build import build_tables
 from recsys.tables.shard import plan_tables, shards_of
 from recsys.tables.spec import Shard
@@ -65,13 +66,22 @@ class Fitter:
         data: facts of the data, as the config reads them.
         topology: its memory is the budget, if there is one.
         seen_bytes: measured bytes of a CPU rank; by as much as they exceed its prediction, all predictions are raised.
+        inputs: the data, to be looked at again as other windows cut them; None: they cannot be read here.
 
     Attributes:
         config: as it is before any change.
     """
 
-    def __init__(self, config: Config, data: DataFacts, topology: Topology, seen_bytes: int = 0) -> None:
-        self.config, self._data, self._topology = config, data, topology
+    def __init__(
+        self,
+        config: Config,
+        data: DataFacts,
+        topology: Topology,
+        seen_bytes: int = 0,
+        inputs: Inputs | None = None,
+    ) -> None:
+        self.config, self._topology, self._inputs = config, topology, inputs
+        self._data = {config.data.window_mib: data}
         self._beyond = 0
         # Planning and tracing take time, and most changes need only one of them again.
         self._shards: dict[str, list[Shard]] = {}
@@ -207,7 +217,7 @@ class Fitter:
         return "device" if device >= host else "host"
 
     def _ranks(self, config: Config) -> list[RankMemory]:
-        data, rows = self._data_of(config), rank_rows(config, self._topology.world_size)
+        data, rows = self.data_of(config), rank_rows(config, self._topology.world_size)
         kernels = repr((config.tables, config.optimizer.tables))
         if kernels not in self._shards:
             self._shards[kernels] = planned_shards(config, self._topology)
@@ -217,17 +227,18 @@ class Fitter:
             self._dense[layers] = rehearse(config, data, rows, self._topology.device)
         return predict(config, data, self._dense[layers], self._topology, self._shards[kernels])
 
-    def _data_of(self, config: Config) -> DataFacts:
-        """Return the facts of the data for a config; with smaller windows, bounds of what they take."""
-        if config.data.window_mib == self.config.data.window_mib:
-            return self._data
-        topology, size = self._topology, config.data.window_mib << 20
-        threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
-        of_windows = 2 * size * streams_of_a_rank(config, topology.world_size)
-        of_decoding = 3 * size * max(1, threads)
-        decoding = tuple(replace(of_rank, later=min(of_rank.later, of_decoding)) for of_rank in self._data.decoding)
-        windows = {key: min(getattr(self._data, key), of_windows) for key in ("window_bytes", "eval_window_bytes")}
-        return replace(self._data, decoding=decoding, **windows)
+    def data_of(self, config: Config) -> DataFacts:
+        """Return the facts of the data as the windows of a config cut them."""
+        size = config.data.window_mib
+        if size not in self._data:
+            # A row group stays whole, and a batch takes rows of many small windows: only the order tells what is held.
+            asked = replace(self.config, data=replace(self.config.data, window_mib=size))
+            inputs = copy(self._inputs)
+            if inputs is not None:
+                inputs.config = asked
+            found = data_facts(asked, inputs, self._topology.world_size)
+            self._data[size] = replace(found, source=self._data[self.config.data.window_mib].source)
+        return self._data[size]
 
     def missing(self, config: Config) -> int:
         """Return the bytes by which ranks and machines exceed their memory less the margin."""

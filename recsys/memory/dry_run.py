@@ -127,7 +127,7 @@ def rehearse_run(config: Config, price_per_hour: float | None = None) -> DryRun:
             data = replace(data, source=f"{data.source} ({why_not})")
         fitted = None
         if config.memory.fit:
-            config, fitted = _fit(config, data, topology)
+            config, data, fitted = _fit(config, data, topology, inputs)
         shards = planned_shards(config, topology)
         prediction = predict_run(config, data, topology, shards)
         bounded = topology.on_gpu or topology.host_known
@@ -143,13 +143,16 @@ def rehearse_run(config: Config, price_per_hour: float | None = None) -> DryRun:
     return DryRun(*parts, of_step, time.monotonic() - start)
 
 
-def _fit(config: Config, data: DataFacts, topology: Topology) -> tuple[Config, Fitted]:
-    """Return the config as changed by memory.fit, and the result of it."""
-    fitter, allowed = Fitter(config, data, topology), config.memory.allow
+def _fit(
+    config: Config, data: DataFacts, topology: Topology, inputs: Inputs | None = None
+) -> tuple[Config, DataFacts, Fitted]:
+    """Return the config as changed by memory.fit, the facts of the data as it reads them, and the result of it."""
+    fitter, allowed = Fitter(config, data, topology, inputs=inputs), config.memory.allow
     fit = fitter.fit(allowed)
     allow = fitter.allowing(allowed) if fit.missing else []
     advice = what_fits(fitter, fit, allow) if fit.missing else ""
-    return fit.config, Fitted(fitter.offers(fit.changes), fit.missing, allow, advice)
+    fitted = Fitted(fitter.offers(fit.changes), fit.missing, allow, advice)
+    return fit.config, fitter.data_of(fit.config), fitted
 
 
 def _open(config: Config, world: World) -> tuple[Inputs | None, str]:

@@ -19,9 +19,12 @@ from recsys.ids import statistics_bytes
 from recsys.memory import DataFacts
 from recsys.memory import data_facts as data_facts_module
 from recsys.memory import sample as sample_module
+from recsys.memory.autofit import Fitter
 from recsys.memory.data_facts import data_facts
 from recsys.memory.dry_run import rehearse_run
+from recsys.memory.levers import Change, with_changes
 from recsys.memory.sample import Sample
+from recsys.runtime.machine import topology_of
 from recsys.runtime.world import rehearse_world
 
 ROWS = 30_000
@@ -116,6 +119,20 @@ def test_a_batch_holds_all_windows_that_its_rows_are_cut_from(tmp_path: Path) ->
     sizes = (100, ROWS // 3, ROWS)
     held = [facts_of(tmp_path, 1000, **settings, **{"train.global_batch_size": n}).window_bytes for n in sizes]
     assert np.array(held) / held[0] * 15_000 == pytest.approx([15_000, 23_000, ROWS], rel=1e-4)
+
+
+@pytest.mark.parametrize("row_group_rows", [ROWS, 1000])
+def test_memory_fit_knows_what_smaller_windows_hold(row_group_rows: int, tmp_path: Path) -> None:
+    """A row group is not cut for a window, and a batch of many rows holds more windows than two."""
+    wide = {f"features.history{i}": "{table: table, column: history}" for i in range(8)}
+    settings = {**wide, "data.num_threads": 0, "data.num_streams": 1, "train.global_batch_size": ROWS}
+    small = facts_of(tmp_path, row_group_rows, **settings, **{"data.window_mib": 1})
+    assert small.window_bytes > 8 << 20
+    config = load_config(tmp_path / "config.yaml", [f"{key}={value}" for key, value in settings.items()])
+    with rehearse_world(1, 1, torch.device("cpu")) as world:
+        inputs = open_inputs(config, world)
+        fitter = Fitter(config, data_facts(config, inputs, 1), topology_of(config), inputs=inputs)
+        assert fitter.data_of(with_changes(config, [Change({"data.window_mib": 1}, "")])) == small
 
 
 def test_small_data_leave_rows_of_an_evaluated_batch_without_ids() -> None:
