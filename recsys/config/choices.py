@@ -4,8 +4,10 @@ from enum import Enum
 
 
 class FeatureType(Enum):
-    """Type of a feature: `id`, one id or a list of ids a row, looked up in a table; `float`, one number a row, or a
-    vector of `dim` numbers."""
+    """Type of a feature: ids, which are looked up in a table, or numbers.
+
+    `id`: one id or a list of ids a row. `float`: one number a row, or a vector of `dim` numbers.
+    """
 
     id, float = "id", "float"
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from launch import ROOT
 
-from recsys.config import load_config
+from recsys.config import choices, load_config
 from recsys.config.experts import ExpertsConfig
 from recsys.config.model import MODELS, find_model
 from recsys.config.schema import Config
@@ -24,6 +24,13 @@ def test_every_key_has_a_meaning() -> None:
         if not meaning and field.name != "name"
     ]
     assert missing == []
+
+
+def test_what_is_said_of_choices_is_a_sentence() -> None:
+    """The first line of their docstring is a meaning on the page, and would be cut if it ran on in the next."""
+    kinds = [kind for kind in vars(choices).values() if isinstance(kind, type) and kind.__module__ == choices.__name__]
+    assert len(kinds) > 20
+    assert [kind.__name__ for kind in kinds if not (kind.__doc__ or "").partition("\n")[0].endswith(".")] == []
 
 
 def test_every_key_of_a_loaded_config_is_on_the_page() -> None:
