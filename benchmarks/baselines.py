@@ -1,6 +1,7 @@
 """Recall and NDCG of baselines without training: popularity, items of similar users, EASE^R. Prints JSON.
 
-`baselines.py data/gowalla --k 20` reads what `recsys prepare retrieval --train-rows users` has written.
+`baselines.py data/gowalla --k 20` reads what `recsys prepare retrieval` has written. Where a row of train is an
+interaction and not a user with a list, `--user` names the column of users.
 """
 
 import argparse
@@ -25,6 +26,13 @@ def matrix(lists: pa.ChunkedArray, corpus: pa.Array) -> torch.Tensor:
     columns = pc.index_in(pc.list_flatten(lists).combine_chunks(), corpus).to_numpy()
     places = torch.from_numpy(np.stack([rows, columns]).astype(np.int64))
     return torch.sparse_coo_tensor(places, torch.ones(len(rows)), (len(lists), len(corpus))).coalesce()
+
+
+def lists_of_train(train: pa.Table, user: str, item: str) -> pa.ChunkedArray:
+    """Return the items of each user, of rows that are users with a list or interactions."""
+    if item not in train.column_names:
+        return train["history"]
+    return pa.TableGroupBy(train, user).aggregate([(item, "list")])[f"{item}_list"]
 
 
 def scorers(train: torch.Tensor, l2: float) -> dict[str, Scores]:
@@ -66,6 +74,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Sparse")  # torch's word that they are new
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("data", type=Path)
+    parser.add_argument("--user", default="user_id", help="column of data/train, if its rows are interactions")
     parser.add_argument("--item", default="item_id", help="column of data/items")
     parser.add_argument("--part", default="test", choices=("valid", "test"))
     parser.add_argument("--k", type=int, default=20)
@@ -74,7 +83,8 @@ def main() -> None:
     train, part, items = (pa.dataset.dataset(arguments.data / x).to_table() for x in ("train", arguments.part, "items"))
     corpus = items[arguments.item].combine_chunks()
     queries = {name: matrix(part[name], corpus) for name in ("history", "seen", "targets")}
-    functions = scorers(matrix(train["history"], corpus), arguments.l2)
+    lists = lists_of_train(train, arguments.user, arguments.item)
+    functions = scorers(matrix(lists, corpus), arguments.l2)
     print(json.dumps({name: evaluate(score, queries, arguments.k) for name, score in functions.items()}, indent=1))
 
 
