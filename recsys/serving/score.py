@@ -331,8 +331,8 @@ def _values(name: str, values: Any) -> Any:
     try:
         return values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values)
     except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
-        error.args = (f"column {name!r}: {error}",)
-        raise
+        kind = ValueError if isinstance(error, UnicodeError) else type(error)  # a UnicodeError takes no text of ours
+        raise kind(f"column {name!r}: {error}") from error
 
 
 def crossed(table: pa.Table, names: list[str]) -> pa.Array:

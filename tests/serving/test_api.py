@@ -294,6 +294,8 @@ def test_names_to_keep_are_a_list() -> None:
             pass
         with pytest.raises(ExportError, match=r"rows are a dict, .* numbers from 2.*63 on as uint64"):
             as_table({"a": large})
+    with pytest.raises(ExportError, match="column 'a': 'utf-8' codec can't encode"):
+        as_table({"a": ["\ud800"]})
     assert as_table({"a": np.array([2**63], np.uint64)})["a"].to_pylist() == [2**63]
 
 
