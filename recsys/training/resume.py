@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from recsys.checkpoint import Source, TableRows, TrainState, footers_of, import_table, load_tensors
+from recsys.checkpoint.state import name_of
 from recsys.config import Autocast, Config, as_value
 from recsys.data.checks import has_text_ids
 from recsys.data.footer_cache import changed_files
@@ -14,6 +15,7 @@ from recsys.data.order import Position
 from recsys.errors import UserError
 from recsys.report.record import Record
 from recsys.runtime.logs import logger
+from recsys.runtime.world import World
 from recsys.training.build import Built
 
 
@@ -59,6 +61,7 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
             scale = built.step.dense.loss_scale
             scale.value, scale.good_steps = state.loss_scale, state.loss_scale_good_steps
         logger.info("resumed at step %d from %s", state.step, source.path)
+        _check_best(state, source.path, world)
         state.fingerprints = _fingerprints(inputs) | state.fingerprints  # also of data.valid, if early stopping is new
         return state
     if source is not None:
@@ -74,6 +77,15 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
     for table, updates in _import_tables(inputs, built).items():
         updates_before[table] = max(updates_before.get(table, 0), updates)
     return TrainState(position=Position(), fingerprints=_fingerprints(inputs), updates_before=updates_before)
+
+
+def _check_best(state: TrainState, path: Path, world: World) -> None:
+    """Forget the best step if its checkpoint is gone, such as removed as it was damaged; `path` is a newer one's."""
+    step = state.best_step
+    if step is not None and not world.from_rank_zero(lambda: path.with_name(name_of(step)).exists()):
+        text = "the checkpoint of step %d, the best so far, is gone; the next evaluation counts as the best"
+        logger.warning(text, step)
+        state.best_step = state.best_metric = None
 
 
 def _warn_unfinished(run_dir: Path, source: Source) -> None:

@@ -276,7 +276,11 @@ class Trainer:
             self._checkpoints.wait()
             best = self._checkpoints.path(step)
             tensors = replace(self._built.tensors, statistics={})  # counts of ids stay as they are
-            load_tensors(best, verify_checkpoint(best, self._world), tensors, self._world)
+            try:
+                marker = verify_checkpoint(best, self._world)
+            except UserError as error:
+                raise UserError(f"{error}, or remove it and run.resume=true ends with the last step") from error
+            load_tensors(best, marker, tensors, self._world)
             logger.info("early stopping: back to step %d, the best by %s", step, self._config.train.early_stop.metric)
         try:
             if "valid" in self._inputs.datasets and (state.evaluated_step != step or "valid" not in self.metrics):

@@ -1,8 +1,9 @@
 """A finished run that is told to go on changes nothing, unless more is asked for; metrics.jsonl has each line once."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, rmtree
 from typing import Any
 
 import pytest
@@ -86,6 +87,19 @@ def test_a_start_that_is_refused_leaves_the_run_as_it_is(finished: Path) -> None
     assert contents(finished) | {finished / "config.yaml": (finished / "config.yaml").read_bytes()} == before
     assert Record(finished).status == "done"
     assert "done at step 11 already" in train(finished, 1)
+
+
+@pytest.mark.slow
+def test_a_run_whose_best_checkpoint_is_damaged_ends_without_it(finished: Path) -> None:
+    newest = max((finished / "checkpoints").glob("step-*"))
+    best, marker = copytree(newest, newest.with_name("step-000000003")), Marker.read(newest)
+    (best / "rank_0.bin").write_bytes(b"")
+    replace(marker, state=replace(marker.state, best_step=3, best_metric=2.0)).write(newest)
+    failed = fork_train(CONFIG, f"run.dir={finished}", *OPTIONS, "train.epochs=2")
+    assert failed.returncode == 1 and "take another one, or remove it and run.resume=true ends with" in failed.stderr
+    rmtree(best)
+    assert "the checkpoint of step 3, the best so far, is gone" in train(finished, 2)
+    assert json.loads((finished / "result.json").read_text())["steps"] == 22
 
 
 def test_what_a_start_that_failed_had_asked_for_is_still_to_be_done(finished: Path, tmp_path: Path) -> None:
