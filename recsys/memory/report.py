@@ -14,8 +14,9 @@ from recsys.memory.measure import Timeline, allocator, process_memory
 from recsys.memory.page import Cell, kind_rows, rank_table, when
 from recsys.memory.tensors import Bytes
 from recsys.report.text import listed, size
+from recsys.runtime.cgroups import cgroup_bytes
 from recsys.runtime.files import replace_file
-from recsys.runtime.machine import Topology, cgroup_limit
+from recsys.runtime.machine import Topology
 
 SCHEMA_VERSION = 2
 DRY_RUN_PAGE, DRY_RUN_JSON = "dry_run.md", "dry_run.json"  # beside what runs write, in the same folder
@@ -59,7 +60,7 @@ def rank_report(prediction: RankMemory, topology: Topology, timeline: Timeline, 
         "host": process
         | {
             "baseline_bytes": timeline.baseline_bytes,
-            "cgroup_limit_bytes": cgroup_limit(),
+            "cgroup_limit_bytes": cgroup_bytes(),
             "pinned_asked_bytes": loader.get("batch_bytes", 0) if on_gpu else 0,
             "locked_limit_bytes": topology.locked_bytes,
         },

@@ -1,9 +1,7 @@
 """Topology: the machines of a plan, with their ranks, devices and memory."""
 
 import resource
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
@@ -12,6 +10,7 @@ from recsys.config import Config, Device
 from recsys.config.choices import Autocast
 from recsys.config.topology import num_bytes
 from recsys.errors import UserError
+from recsys.runtime.cgroups import UNLIMITED, cgroup_bytes
 from recsys.runtime.environment import processor_name
 from recsys.runtime.threads import computing_threads
 from recsys.runtime.world import World
@@ -20,7 +19,6 @@ _CUBLAS_THREADS = 2  # the training thread, and autograd's for backward passes
 # Parts of matrices that MKL has copied stay in each thread, for each kind of product: of inputs with weights, and of
 # gradients with either; the last is computed by two threads at most (models/halves.py). 2.2 to 3 MiB were measured.
 _PACKED_BYTES = 21 << 17
-UNLIMITED = 1 << 60  # bytes: what cgroup v1 says is more than this where there is no limit
 
 
 @dataclass(frozen=True)
@@ -140,30 +138,10 @@ def _host_bytes(config: Config, here: bool) -> tuple[int, str]:
         return num_bytes("topology.host_memory", config.topology.host_memory), "topology.host_memory"
     if not here:
         return UNLIMITED, "not given"
-    total, limit = psutil.virtual_memory().total, cgroup_limit()
+    total, limit = psutil.virtual_memory().total, cgroup_bytes()
     return (limit, "the limit of this cgroup") if limit is not None and limit < total else (total, "this machine's")
 
 
 def device_name(device: torch.device) -> str:
     """Return the name of a GPU, or of the machine's processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-
-
-def cgroup_limit() -> int | None:
-    """Return the lowest memory limit, in bytes, of the cgroups of this process; None: no limit."""
-    limits = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory") or "memory" in controllers.split(","):
-            root, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
-            folder = Path("/sys/fs/cgroup", root, path.lstrip("/"))
-            # Limits of the groups above hold too; inside a container the path may not exist, and its root is ours.
-            for parent in (folder, *folder.parents):
-                if parent.is_relative_to(Path("/sys/fs/cgroup", root)):
-                    with suppress(OSError, ValueError):  # no such file, and the text `max`
-                        limits.append(int((parent / name).read_text()))
-    return min((limit for limit in limits if limit < UNLIMITED), default=None)

@@ -5,13 +5,10 @@ from functools import cache
 
 import torch
 
+from recsys.runtime.cgroups import num_cores
+
 _FEWEST_PROCESSES = 3
 _MOST_DECODING = 12  # on GPUs: more were never measured
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def computing_threads(wanted: int | None, device: torch.device, local_world_size: int) -> int:

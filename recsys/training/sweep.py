@@ -1,7 +1,6 @@
 """Search over settings: trials of a config, each in its own process, in a study that several machines may share."""
 
 import json
-import os
 import shutil
 import signal
 import statistics
@@ -21,6 +20,7 @@ from recsys.config import Config, IdMappingType, as_value, load_config
 from recsys.data.facts import vocabulary_file
 from recsys.errors import UserError, told_error
 from recsys.models.metrics import is_higher_better
+from recsys.runtime.cgroups import num_cores
 from recsys.runtime.launch import environment_of_child
 from recsys.runtime.logs import logger
 from recsys.tables.row_codes import row_bytes
@@ -179,7 +179,7 @@ class Sweep:
         """Return the changes to the config of one training; several at a time share the cores, unless they say how."""
         changes = [*self.overrides, *words, f"seed={seed}", f"run.dir={as_value(run_dir)}", *OF_TRIALS]
         if self.jobs > 1 and load_config(self.config, changes).run.num_threads is None:
-            changes.append(f"run.num_threads={max(1, len(os.sched_getaffinity(0)) // self.jobs)}")
+            changes.append(f"run.num_threads={max(1, num_cores() // self.jobs)}")
         return changes
 
     def _evaluations(self, process: "subprocess.Popen[bytes]", metrics: Path) -> Iterator[tuple[int, float]]:
