@@ -127,9 +127,11 @@ def changed_files(path: Path, dataset: Dataset, all_rows: bool = True) -> str:
         )
     changes = [f"'{name}' is gone" for name in before if name not in now and all_rows]
     changes += [f"'{name}' is new" for name in now if name not in before]
-    in_both = [(name, before[name], now[name]) for name in now if name in before]
-    changes += [f"'{name}' has {new[0]:,} rows, and had {old[0]:,}" for name, old, new in in_both if new[0] != old[0]]
-    changes += [f"'{name}' {rewritten}" for name, old, new in in_both if new[0] == old[0] and new[1] != old[1]]
+    in_both = [(name, *before[name], *now[name]) for name in now if name in before]
+    others = [(name, old, new) for name, old, before_digest, new, digest in in_both if digest != before_digest]
+    is_whole = all_rows and dataset.filter is None  # else row groups without a row that is wanted are not counted
+    changes += [f"'{name}' has {new:,} rows, and had {old:,}" for name, old, new in others if is_whole and new != old]
+    changes += [f"'{name}' {rewritten}" for name, old, new in others if not is_whole or new == old]
     more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
     return f" ({folders}{'; '.join(changes[:3])}{more})" if changes else ""
 

@@ -199,6 +199,16 @@ def test_changed_files_are_named(work, tmp_path):
     assert "gone" not in changed_files(kept, cut, all_rows=False)
 
 
+def test_files_without_a_change_are_not_named_where_some_of_their_rows_are_left_out(work, tmp_path):
+    work.open(filter="x == 2")
+    write(tmp_path / "b.parquet", [0, 2, 1, 2, 1, 0])
+    changed = changed_files(tmp_path / "run/cache", work.open(filter="x == 2", cache="other"))
+    assert changed == f" ('{tmp_path}/b.parquet' was rewritten)"
+    work.open(filter=None)
+    cut = open_dataset("data.train", str(tmp_path), {"x": "key"}, max_rows=3)
+    assert changed_files(tmp_path / "run/cache", cut, all_rows=False) == ""
+
+
 def test_files_that_do_not_tell_when_they_changed_are_read_again(work, tmp_path):
     for name in "abc":
         os.utime(tmp_path / f"{name}.parquet", (0, 0))
