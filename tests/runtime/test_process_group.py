@@ -18,7 +18,7 @@ from torchrec.distributed.types import (
 
 from recsys.config import Device
 from recsys.errors import UserError
-from recsys.runtime.world import _check_own_gpu, _choose_device, open_world
+from recsys.runtime.world import _check_own_gpu, _choose_device, as_lost_peer, open_world
 from recsys.tables.shard import _check_machines, _place
 
 
@@ -151,3 +151,10 @@ def test_machines_with_unequal_ranks_do_not_share_a_table(kind: str, refused: bo
         UserError, match=rf"table 'user' is split as {kind}, .* machines have 1 and 2 of them; start as"
     ):
         _check_machines(plan, unequal)
+
+
+def test_a_rank_that_only_works_long_is_told_with_the_key_that_others_wait_by() -> None:
+    errors = ("[/w/gloo/x.cc:78] Timed out waiting 3000ms for recv operation to complete", "Connection closed by peer")
+    slow, gone = (str(as_lost_peer(RuntimeError(text))) for text in errors)
+    assert slow.endswith("complete); one that reads data before training is waited for by run.stuck_after_s")
+    assert gone.endswith("(Connection closed by peer)")
