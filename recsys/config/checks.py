@@ -261,7 +261,7 @@ def _check_filter(config: Config) -> None:
 
 def _check_training(config: Config) -> None:
     train, metric = config.train, config.train.early_stop.metric
-    if train.compile and any(getattr(config.model, name, 0) > 0 for name in ("dropout", "embedding_dropout")):
+    if train.compile and any(getattr(config.model, name, None) for name in ("dropout", "embedding_dropout")):
         raise UserError(
             "config key 'train.compile': the masks of dropout follow the step, so that each step would be compiled "
             "anew; set model.dropout=0 (and model.embedding_dropout=0), or train.compile=false"

@@ -341,3 +341,16 @@ def test_a_section_whose_class_makes_no_keys(
     monkeypatch.setattr(Own, "Config", section)
     with pytest.raises(UserError, match=said):
         load_config(config_of_own(tmp_path))
+
+
+@dataclass
+class OptionalDropout(OwnConfig):
+    dropout: float | None = None
+
+
+def test_compiling_asks_for_a_dropout_of_any_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Own, "Config", OptionalDropout)
+    path, compiled = config_of_own(tmp_path), ["train.compile=true"]
+    assert load_config(path, compiled).model.dropout is None
+    with pytest.raises(UserError, match=r"'train\.compile': the masks of dropout follow the step"):
+        load_config(path, [*compiled, "model.dropout=0.1"])
