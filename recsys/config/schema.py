@@ -81,7 +81,7 @@ class DataConfig:
     # What is learned, by name; the model gives an output for each. `click: clicked` is short for {column: clicked}, and
     # `buy: "event == 'purchase'"` for {expression: …}: a text that is more than one word.
     labels: dict[str, LabelConfig] = field(default_factory=dict)
-    weight_column: str | None = None  # of a weight for each row, in losses and metrics; default: all weigh 1
+    weight_column: str | None = None  # of a weight for each row, in losses and metrics of labels; default: all weigh 1
     # Of the rows of data.train without a positive label, train on such a share only, the same in every epoch. Each
     # counts 1 / share times, so that losses and what is predicted stay those of all rows; none is left out elsewhere.
     keep_negatives: float | None = bounded(None, 1e-6, 1)
