@@ -16,6 +16,7 @@ from recsys.config.choices import (
     Schedule,
     ShardingChoice,
 )
+from recsys.config.idle import idle_settings
 from recsys.config.load import as_value, config_text, load_config
 from recsys.config.model import ModelConfig, Needs
 from recsys.config.schema import (

@@ -73,6 +73,8 @@ class ModelConfig:
         shapes: names of keys that change the shape of a tensor, which is compared when tensors are loaded.
         mlps: key with the widths of an MLP's layers → its module, of MLPs whose neurons may be pruned: no other module
             has its widths by that key.
+        deciding: key → the key whose value decides whether it has an effect, and the values with which it has; none:
+            all but null, false, 0 and nothing. A run tells of one without effect.
     """
 
     name: str = MISSING
@@ -80,6 +82,7 @@ class ModelConfig:
     free: ClassVar[tuple[str, ...]] = ()
     shapes: ClassVar[tuple[str, ...]] = ()
     mlps: ClassVar[Mapping[str, str]] = {}
+    deciding: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {}
 
     def needs(self) -> Needs:
         """Return what the model reads of the data."""

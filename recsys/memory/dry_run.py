@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from recsys.config import Config
+from recsys.config import Config, idle_settings
 from recsys.config.choices import Saver
 from recsys.config.device import check_device, repeated_decoding
 from recsys.data.inputs import Inputs, open_inputs
@@ -68,7 +68,7 @@ class DryRun:
     Attributes:
         largest_batch: the largest global batch that fits, 0 where none does, None where no memory is given.
         misfits: a sentence for each GPU, process and machine whose memory is not enough.
-        instead: what the device has no kernel for, and what is done in its place.
+        instead: what the device has no kernel for, and what is done in its place; settings without effect.
         fitted: what memory.fit has changed; None: it is not set.
         time: of a step; None: `topology.speeds` is not given.
     """
@@ -119,7 +119,7 @@ def rehearse_run(config: Config, price_per_hour: float | None = None) -> DryRun:
     """Plan and predict, for the machines of `topology`."""
     start, topology = time.monotonic(), topology_of(config)
     speeds = speeds_of(config, topology, price_per_hour)
-    instead = check_device(config, topology.on_gpu, topology.world_size)
+    instead = check_device(config, topology.on_gpu, topology.world_size) + idle_settings(config)
     with rehearse_world(topology.world_size, topology.local_world_size, topology.device) as world:
         inputs, why_not = _open(config, world)
         data = data_facts(config, inputs, topology.world_size)

@@ -40,6 +40,7 @@ class DLRMConfig(ModelConfig):
     free: ClassVar = ("dropout", "embedding_dropout")
     shapes: ClassVar = ("embedding_dim", "bottom_mlp", "top_mlp", "attention_mlp")
     mlps: ClassVar = {"bottom_mlp": "bottom", "top_mlp": "top"}
+    deciding: ClassVar = {"attention_mlp": ("attention", ())}
 
     def needs(self) -> Needs:
         return Needs(sequences=tuple(self.attention))

@@ -54,6 +54,7 @@ class SASRecConfig(ListConfig):
 
     free: ClassVar = (*ListConfig.free, "dropout", "embedding_dropout")
     shapes: ClassVar = ("dim", "max_length", "feed_forward")
+    deciding: ClassVar = {"calibration": ("loss", ("gbce",)), "num_items": ("loss", ("gbce",))}
 
     def check(self, config: Config) -> None:
         super().check(config)

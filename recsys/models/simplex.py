@@ -43,6 +43,12 @@ class SimpleXConfig(ListConfig):
 
     free: ClassVar = (*ListConfig.free, "dropout")
     shapes: ClassVar = ("dim",)
+    deciding: ClassVar = {
+        "margin": ("loss", ("contrastive",)),
+        "negative_weight": ("loss", ("contrastive", "binary")),
+        "leave_one_out": ("history_share", ()),
+        "dropout": ("history_share", ()),
+    }
 
     def check(self, config: Config) -> None:
         super().check(config)

@@ -53,6 +53,7 @@ class TwoTowerConfig(RetrievalConfig):
     free: ClassVar = (*RetrievalConfig.free, "dropout", "user_features", "item_features")
     shapes: ClassVar = ("user_mlp", "item_mlp", "output_dim")
     mlps: ClassVar = {"user_mlp": "user.mlp", "item_mlp": "item.mlp"}
+    deciding: ClassVar = {"correct_own": ("logq_correction", ()), "sampling_power": ("sampled_negatives", ())}
 
     def needs(self) -> Needs:
         return Needs(

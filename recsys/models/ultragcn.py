@@ -48,6 +48,7 @@ class UltraGCNConfig(ListConfig):
     drawn_l2: float = bounded(0.0, 0, LARGE)
 
     shapes: ClassVar = ("dim",)
+    deciding: ClassVar = {"neighbour_weight": ("neighbours", ())}
 
     def needs(self) -> Needs:
         training_features = () if self.neighbours is None else (self.neighbours,)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from recsys.checkpoint import FACTS, FOOTERS, Source, find_checkpoint, find_source
-from recsys.config import Config, config_text
+from recsys.config import Config, config_text, idle_settings
 from recsys.config.device import check_device, repeated_decoding
 from recsys.config.meaning import refuse_differences
 from recsys.data.checks import doubts
@@ -209,7 +209,7 @@ def _log_start(inputs: Inputs, session: _Session) -> None:
     logger.info("%s on %d × %s, writing to %s", config.run.name, world.world_size, world.device.type, session.run_dir)
     for role, dataset in inputs.datasets.items():
         logger.info("%s: %s rows in %d files", role, f"{dataset.num_rows:,}", dataset.num_files)
-    for sentence in session.instead:
+    for sentence in (*session.instead, *idle_settings(config)):
         logger.warning("%s", sentence)
     if repeated := repeated_decoding(config, world.world_size):
         logger.info("%s", repeated)

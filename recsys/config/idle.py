@@ -1,0 +1,73 @@
+"""Settings that have no effect beside the value of another key, which a run and a dry run tell at their start."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from recsys.config.schema import (
+    Config,
+    DenseOptimizerConfig,
+    EarlyStopConfig,
+    FeatureConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TableConfig,
+)
+from recsys.config.serving import DistillConfig, PublishConfig
+
+# By section and key: as `ModelConfig.deciding`.
+_DECIDING: dict[type, Mapping[str, tuple[str, tuple[Any, ...]]]] = {
+    DenseOptimizerConfig: {"momentum": ("name", ("sgd",))},
+    ScheduleConfig: {
+        "final_factor": ("name", ("linear", "cosine")),
+        "plateau_factor": ("name", ("plateau",)),
+        "plateau_patience": ("name", ("plateau",)),
+    },
+    PrecisionConfig: {"loss_scale": ("autocast", ("fp16",)), "loss_scale_growth_steps": ("autocast", ("fp16",))},
+    EarlyStopConfig: {"patience": ("metric", ())},
+    PublishConfig: {"every_steps": ("dir", ()), "every_seconds": ("dir", ()), "tables": ("dir", ())},
+    DistillConfig: {"scores": ("teacher", ())},
+    FeatureConfig: {"keep": ("max_length", ()), "fill": ("nulls", ("reserved",))},
+    TableConfig: {"stochastic_rounding": ("data_type", ("FP16", "FP8"))},
+}
+
+
+def idle_settings(config: Config) -> list[str]:
+    """Return a sentence for each setting that differs from its default, and has no effect beside another one."""
+    sections = {
+        "model": config.model,
+        "optimizer.dense": config.optimizer.dense,
+        "optimizer.schedule": config.optimizer.schedule,
+        "precision": config.precision,
+        "train.early_stop": config.train.early_stop,
+        "train.publish": config.train.publish,
+        **({} if config.train.distill is None else {"train.distill": config.train.distill}),
+        **{f"tables.{name}": table for name, table in config.tables.items()},
+        **{f"features.{name}": feature for name, feature in config.features.items() if feature.expert_of is None},
+    }
+    deciding = {**_DECIDING, type(config.model): config.model.deciding}
+    idle = [sentence for key, section in sections.items() for sentence in _idle(key, section, deciding[type(section)])]
+    for key, section in {config.table_optimizer_key(n): config.table_optimizer(n) for n in config.tables}.items():
+        unread = {"eps", "beta1", "beta2"} - set(section.name.value.numbers)
+        idle += _idle(key, section, {number: ("name", (None,)) for number in sorted(unread)})
+    return idle
+
+
+def _idle(path: str, section: Any, deciding: Mapping[str, tuple[str, tuple[Any, ...]]]) -> Iterator[str]:
+    for field in (field for field in dataclasses.fields(section) if field.name in deciding):
+        other, values = deciding[field.name]
+        own, decides = (_plain(getattr(section, key)) for key in (field.name, other))
+        is_read = decides in values if values else bool(decides)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if not is_read and own != _plain(default):
+            yield f"{path}.{field.name}={_shown(own)} changes nothing with {path}.{other}={_shown(decides)}"
+
+
+def _plain(value: Any) -> Any:
+    return value.name if isinstance(value, Enum) else value
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
