@@ -148,8 +148,13 @@ def told_error(output: str, status: int) -> UserError:
     """Return what a process told last: the sentence of `end_run` with the lines below it, else the last line.
 
     Args:
-        output: what it wrote to its standard error. status: its exit status, which is told where it wrote nothing.
+        output: what it wrote to its standard error. status: its exit status, which is told where it wrote nothing, or
+            minus the number of the signal that ended it, whose name then comes first.
     """
+    if status < 0:
+        reason = ", as the system ends what takes more memory than there is" if -status == signal.SIGKILL else ""
+        last = [f"it told last: {line}" for line in output.strip().splitlines()[-1:]]
+        return UserError(f"it was ended by {signal.Signals(-status).name}{reason}", *last)
     lines = output.strip().splitlines() or [f"it ended with status {status}"]
     starts = [i for i, line in enumerate(lines) if line.startswith(_TOLD)] or [len(lines) - 1]
     first, *rest = lines[starts[-1] :]

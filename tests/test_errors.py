@@ -13,6 +13,7 @@ from recsys.errors import LAUNCHER_FILE, EchoError, UserError
 from recsys.runtime.arguments import told_by_first_rank
 from recsys.runtime.command import run_command
 
+KILLED = "it was ended by SIGKILL, as the system ends what takes more memory than there is"
 SAMPLE = str(ROOT / "configs" / "dlrm_sample.yaml")
 
 
@@ -69,13 +70,17 @@ def test_texts_are_cut_and_keep_to_their_lines() -> None:
         ("print('error: a\\n  b\\nall done', file=sys.stderr); sys.exit(1)", ("a", "b")),
         ("1 / 0", ("ZeroDivisionError: division by zero",)),
         ("sys.exit(3)", ("it ended with status 3",)),
+        ("print('step 3', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)", (KILLED, "it told last: step 3")),
+        ("os.kill(os.getpid(), 6)", ("it was ended by SIGABRT",)),
         ("print('error: once', file=sys.stderr)", None),
     ],
 )
 def test_all_lines_of_what_a_command_told_are_handed_on(
     program: str, lines: tuple[str, ...] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "program.py").write_text(f"import sys\nfrom recsys.errors import UserError, end_run\n{program}\n")
+    (tmp_path / "program.py").write_text(
+        f"import os\nimport sys\nfrom recsys.errors import UserError, end_run\n{program}\n"
+    )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     problem = run_command(module="program")
     assert (problem and problem.args) == lines
