@@ -23,6 +23,7 @@ _ECHO_WAIT_S = 20
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
 _DENIED = {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENAMETOOLONG, errno.EMFILE}
+_NOT_STARTED = ("can't start new thread", "Resource temporarily unavailable")  # of Python and of C++
 # What torch, FBGEMM, NumPy, Arrow and the system say where there is no memory, or could be none of that size.
 _OUT_OF_MEMORY = re.compile(
     "out of memory|a(n't|nnot) allocate memory|not enough memory|Unable to allocate|ALLOC_FAILED|bad_alloc|MemoryError|"
@@ -85,6 +86,16 @@ def disk_problem(error: Exception) -> Exception:
     if error.errno in _GONE:
         return UserError(f"{what} is gone ({why(error)}): it or its folder was removed during the run; start it again")
     return UserError(f"{what} cannot be written or read ({why(error)}); mend that, and start it again")
+
+
+def _limit_problem(error: Exception) -> Exception:
+    """Return an error of a thread or process that the system does not start as a UserError, and any other as it is."""
+    if not isinstance(error, BlockingIOError) and str(error) not in _NOT_STARTED:
+        return error
+    return UserError(
+        f"the system starts no further thread or process ({error}): a limit of their number (`ulimit -u`, a "
+        f"container's) or of memory (`ulimit -v`) is reached; raise it, or lower run.num_threads and data.num_threads"
+    )
 
 
 def why(error: OSError) -> str:
@@ -209,10 +220,11 @@ def end_run(error: Exception) -> NoReturn:
     if isinstance(error, EchoError):
         _wait_for_torchrun()
     elif is_out_of_memory(error) and not isinstance(error, UserError):
-        error = UserError(f"memory has run out: {type(error).__name__}: {error}; free some, or make the run smaller")
+        said = ": ".join(filter(None, [type(error).__name__, str(error)]))
+        error = UserError(f"memory has run out: {said}; free some, or make the run smaller")
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "recsys":
         error = UserError(f"the Python package '{error.name}' is not installed; `bash scripts/setup.sh` installs all")
-    error = disk_problem(error)
+    error = disk_problem(_limit_problem(error))
     known = isinstance(error, UserError | LostPeerError | StuckError)
     text = f"{_TOLD}{error}" if known else "".join(traceback.format_exception(error)).rstrip()
     if not isinstance(error, EchoError):

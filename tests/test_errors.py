@@ -69,6 +69,7 @@ def test_texts_are_cut_and_keep_to_their_lines() -> None:
         ("print('a warning', file=sys.stderr); end_run(UserError('a', 'b'))", ("a", "b")),
         ("print('error: a\\n  b\\nall done', file=sys.stderr); sys.exit(1)", ("a", "b")),
         ("1 / 0", ("ZeroDivisionError: division by zero",)),
+        ("end_run(MemoryError())", ("memory has run out: MemoryError; free some, or make the run smaller",)),
         ("sys.exit(3)", ("it ended with status 3",)),
         ("print('step 3', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)", (KILLED, "it told last: step 3")),
         ("os.kill(os.getpid(), 6)", ("it was ended by SIGABRT",)),
@@ -86,6 +87,21 @@ def test_all_lines_of_what_a_command_told_are_handed_on(
     assert (problem and problem.args) == lines
     if problem and lines:
         assert str(problem.within("it failed")) == "\n  ".join(["it failed: " + lines[0], *lines[1:]])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        'RuntimeError("can\'t start new thread")',
+        "RuntimeError('Resource temporarily unavailable')",
+        "BlockingIOError(11, 'Resource temporarily unavailable')",
+    ],
+)
+def test_a_thread_that_the_system_does_not_start(error: str) -> None:
+    command = [sys.executable, "-c", f"{_TOLD}raise {error}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and done.stderr.startswith("error: the system starts no further thread or process (")
+    assert "ulimit -u" in done.stderr and "Traceback" not in done.stderr
 
 
 _TOLD = "from recsys.runtime.arguments import mistakes_told\nwith mistakes_told(): "
