@@ -72,8 +72,7 @@ class CsvOptions:
 
     ``columns`` names the columns of files without a header. ``types`` maps a column to a key of TYPES; ``lists`` maps a
     column to (separator, key of TYPES). ``quote`` is one character, or empty where fields never stand in such.
-    ``where`` and ``label`` are filters. ``time_format`` is one of strptime. ``split`` holds one to three shares for
-    SPLITS, ``split_by`` is random, time:COLUMN or user:COLUMN.
+    ``where`` and ``label`` are filters. ``time_format`` is one of strptime. ``split`` has up to three shares of SPLITS.
     """
 
     delimiter: str = option(",", "one character; '\\t' is a tab", type=_unescape)
@@ -103,6 +102,7 @@ class CsvOptions:
     )
     null_values: list[str] = option([], "read as null too", type=names, metavar="A,B")
     time_format: str | None = option(None, "of times not in ISO 8601, as in '%%d.%%m.%%Y %%H:%%M'", metavar="FORMAT")
+    decimal_point: str = option(".", "of numbers: '.', or ',' as in 1,50", choices=(".", ","), metavar="SIGN")
     seed: int = option(0, "of the split")
     row_group_rows: int = option(ROW_GROUP_ROWS, "rows a row group", least=1)
     rows_per_file: int = option(16 * ROW_GROUP_ROWS, "rows a file", least=1)
@@ -270,6 +270,7 @@ class _Reader:
                     column_types=self.types,
                     null_values=["", *options.null_values],
                     strings_can_be_null=True,
+                    decimal_point=options.decimal_point,
                     timestamp_parsers=[pa.csv.ISO8601, *([options.time_format] if options.time_format else [])],
                 ),
             )

@@ -55,6 +55,8 @@ def told(path: Path) -> Iterator[None]:
     except (pa.ArrowInvalid, OSError) as error:
         message = " ".join(str(error).split())
         hint = "; --types NAME=TYPE sets the type of a column" if "conversion error" in message else ""
+        if re.search(r"conversion error to (double|float): invalid value '-?\d+,\d+'", message):
+            hint = "; --decimal-point , reads such numbers"
         if "conversion error to timestamp" in message:
             hint = "; --time-format FORMAT reads times that are not in ISO 8601"
             if " zone offset in " in message:

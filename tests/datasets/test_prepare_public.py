@@ -119,6 +119,14 @@ def test_times_of_digits_alone_are_times_where_they_are_named(tmp_path: Path) ->
     assert read == {"user": [14, 15], "hour": [datetime(2014, 10, 21, 0), datetime(2014, 10, 21, 23)]}
 
 
+def test_numbers_with_a_decimal_comma(tmp_path: Path) -> None:
+    text = "user;price\n1;1,50\n2;-3\n"
+    assert _converted(tmp_path, text, delimiter=";")["price"] == ["1,50", "-3"]
+    assert _converted(tmp_path, text, delimiter=";", decimal_point=",") == {"user": [1, 2], "price": [1.5, -3.0]}
+    with pytest.raises(UserError, match="invalid value '1,50'; --decimal-point , reads such numbers"):
+        _converted(tmp_path, text, delimiter=";", types={"price": "float32"})
+
+
 def test_archives_are_told_to_be_unpacked(tmp_path: Path) -> None:
     text, out = b"user,item\n1,2\n", tmp_path / "out"
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
