@@ -318,7 +318,7 @@ def open_writers(config: Config, run_dir: Path, step: int, plan: str) -> Writers
     """
     chosen = asked_trackers(config)
     if config.run.track.to is None and not chosen:
-        logger.info("no curves for TensorBoard: `pip install 'recsys[tensorboard]'` brings them; report.html has some")
+        logger.info("no curves for TensorBoard: `pip install tensorboard` brings them; report.html has some")
     trackers = {tracker: partial(_WRITERS[tracker], config, run_dir, step) for tracker in chosen}
     writers = Writers(JsonLines(run_dir / "metrics.jsonl", step), trackers)
     writers.config(config_text(config))

@@ -26,7 +26,7 @@ def faiss() -> Any:
     try:
         import faiss
     except ImportError as error:
-        raise UserError("--faiss needs faiss-cpu, which is not installed; pip install 'recsys[faiss]'") from error
+        raise UserError("--faiss needs faiss-cpu, which is not installed: `pip install faiss-cpu`") from error
     return faiss
 
 

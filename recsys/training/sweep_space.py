@@ -65,7 +65,7 @@ def import_optuna() -> Any:
         UserError: it is not installed.
     """
     if find_spec("optuna") is None:
-        raise UserError("recsys sweep needs optuna, which is not installed; `pip install 'recsys[sweep]'` installs it")
+        raise UserError("recsys sweep needs optuna, which is not installed; `pip install optuna` installs it")
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
