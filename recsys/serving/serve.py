@@ -2,8 +2,9 @@
 
     curl localhost:8000/predict -H 'content-type: application/json' -d '{"user_id": [7, 7], "item_id": [3, 5]}'
 
-A request has a list for each column, with a value for each row; the answer has a list for each score. A mistake in the
-rows is answered by status 400 and a sentence on it, and a body that is no JSON of lists by status 422.
+A request has a list for each column that the run reads (here two), with a value for each row; the answer has a list for
+each score. A mistake in the rows is answered by status 400 and a sentence on it, and a body that is no JSON of lists by
+status 422.
 """
 
 import math
