@@ -70,9 +70,8 @@ def _shares(text: str) -> tuple[float, ...]:
 class CsvOptions:
     """How to read delimited files and what to make of them.
 
-    ``columns`` names the columns of files without a header. ``types`` maps a column to a key of TYPES; ``lists`` maps a
-    column to (separator, key of TYPES). ``quote`` is one character, or empty where fields never stand in such.
-    ``where`` and ``label`` are filters. ``time_format`` is one of strptime. ``split`` has up to three shares of SPLITS.
+    ``types`` maps a column to a key of TYPES; ``lists`` maps one to (separator, key of TYPES). ``where`` and ``label``
+    are filters. ``time_format`` is one of strptime. ``split`` has up to three shares of SPLITS.
     """
 
     delimiter: str = option(",", "one character; '\\t' is a tab", type=_unescape)
@@ -214,8 +213,7 @@ class _Reader:
             raise UserError(f"{self._first}: column {column.name!r} is not UTF-8; {CONVERT}")
         if pa.types.is_timestamp(column.type) and column.type.unit == "s":  # later ones may have fractions
             return pa.timestamp(TYPES["timestamp"].unit, column.type.tz)
-        # A first block of nulls tells nothing of the type; a string can hold any value.
-        return pa.string() if pa.types.is_null(column.type) else column.type
+        return pa.string() if pa.types.is_null(column.type) else column.type  # nulls tell of no type: any value
 
     def _beyond_int64(self, inferred: pa.Schema) -> list[str]:
         """Columns of whole numbers, some beyond int64, for which Arrow infers float64: it makes one of several ids."""
