@@ -1,0 +1,257 @@
+"""What is promised of every run, of random ones: any model, data and settings that a CPU can train.
+
+RANDOM_SEEDS=100-130 pytest -m slow tests/training/test_random_promises.py    # others than the first few
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import kills
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from checkpoints import load_tables
+from launch import ROOT, evaluate, fork_train, run_recsys
+from random_config import keys
+from random_promises import base, drawn_keys, write
+
+from recsys.config import Config
+from recsys.config.model import MODELS
+
+first, _, last = os.environ.get("RANDOM_SEEDS", "0-5").partition("-")
+SEEDS = range(int(first), int(last or first) + 1)
+# Keys that are not drawn: what the checks set, what GPUs alone have, and what has no effect here.
+UNDRAWN = {
+    *("debug", "topology.*", "run.device", "run.dir", "run.name", "run.num_threads", "run.overwrite", "run.resume"),
+    *("run.stop_file", "run.plan", "run.track.project", "train.init*", "train.max_steps", "train.distill.*"),
+    *("tables.NAME.kept_rows", "tables.NAME.vocabulary", "tables.NAME.cache_load_factor", "memory.snapshot"),
+    *("tables.NAME.stochastic_rounding", "*.weight_decay", "*.state_dtype", "train.activation_offload"),
+    *("train.publish.dir", "train.early_stop.*", "model.attention.NAME", "model.free", "model.mlps", "model.shapes"),
+}
+ALWAYS = ("run.num_threads=1", "run.device=cpu")
+
+
+class RandomRun:
+    """A random config, trained by one process and by several; `run` is one of both, of `nproc`."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.dice = folder, random.Random(f"{seed} checks")
+        several = self.dice.choice([2, 2, 3])
+        self.path = write(folder, seed, several)
+        self.config = yaml.safe_load(self.path.read_text())
+        self.is_retrieval = "items" in self.config["data"]
+        self.alone, self.several = self.train("alone", 1), self.train("several", several)
+        name, self.nproc = self.dice.choice([("alone", 1), ("several", several)])
+        self.run, self.other = folder / name, several + 1 - self.nproc
+        self.trained = self.alone if name == "alone" else self.several
+
+    def train(
+        self, name: str, nproc: int, *options: str, before: Any = None, code: int = 0
+    ) -> tuple[dict[int, float], dict[str, Any]]:
+        """Return the loss of each step, and what the run tells that no time changes."""
+        run = self.folder / name
+        if "publish" in self.config["train"]:
+            options = (f"train.publish.dir={self.folder}/published-{name}", *options)
+        done = fork_train(str(self.path), f"run.dir={run}", *ALWAYS, *options, nproc=nproc, before=before, timeout=900)
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr[-5000:]
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+        if code:
+            return losses, {}
+        result = json.loads((run / "result.json").read_text())
+        data = {key: value for key, value in result["data"].items() if key in ("rows", "epochs")}
+        told = {key: result[key] for key in ("metrics", "steps", "best_step", "bad_steps", "rows_seen")}
+        assert result["status"] == "done" and (run / "report.html").exists() and (run / "memory/report.md").exists()
+        assert len([*(run / "memory").glob("rank_*.json")]) == nproc
+        return losses, told | {"data": data}
+
+    def tolerance(self, exact: float) -> float:
+        """Return by how much figures of two numbers of ranks may differ."""
+        precision = self.config.get("precision", {})
+        rough = {"autocast", "output_dtype", "forward_wire", "backward_wire"} & precision.keys()
+        return 0.1 if rough else exact
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether an export computes in other types than the run."""
+        return bool({"autocast", "output_dtype"} & self.config.get("precision", {}).keys())
+
+    def new(self, name: str) -> Path:
+        return self.folder / f"{name}-{len([*self.folder.iterdir()])}"
+
+
+def tensors(run: Path) -> dict[str, bytes]:
+    checkpoint = max((run / "checkpoints").glob("step-*"))
+    found = load_tables(checkpoint, "")
+    # Counts of ids are taken off in proportion where a run was stopped, and no seed is of Python's own generator.
+    return {
+        name: tensor.numpy().tobytes() for name, tensor in found.items() if not re.match(r"ids/|rng/\d+/[np]", name)
+    }
+
+
+def scores(path: Path) -> dict[str, np.ndarray]:
+    table = pq.read_table(path)
+    return {name: table[name].to_numpy() for name in table.column_names if name.startswith("score")}
+
+
+def assert_close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], tolerance: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, values in theirs.items():
+        largest = float(np.abs(values).max(initial=0))
+        np.testing.assert_allclose(ours[name], values, rtol=tolerance, atol=tolerance + 1e-6 * largest, err_msg=name)
+
+
+def check_ranks(it: RandomRun) -> None:
+    close = it.tolerance(1e-3)
+    steps = it.alone[0].keys() & it.several[0].keys()  # early stopping may see another last digit
+    assert "early_stop" in it.config["train"] or it.alone[0].keys() == it.several[0].keys()
+    for step in steps:
+        assert it.several[0][step] == pytest.approx(it.alone[0][step], rel=close, abs=close), step
+    if it.alone[0].keys() == it.several[0].keys():
+        assert it.alone[1]["data"] == it.several[1]["data"]
+
+
+def check_resume(it: RandomRun) -> None:
+    """A run that was killed, or stopped by SIGTERM, goes on as if it never had been."""
+    steps = len(it.trained[0])
+    if it.dice.random() < 0.5 and steps > 4:
+        at = it.dice.randrange(3, steps)
+        it.train("stopped", it.nproc, before=partial(kills.terminate_twice, at), code=128 + signal.SIGTERM)
+    else:
+        shutil.copytree(it.run, it.folder / "stopped")
+        saved = sorted((it.folder / "stopped/checkpoints").glob("step-*"))
+        for checkpoint in saved[it.dice.randrange(1, len(saved)) if len(saved) > 1 else 1 :]:
+            shutil.rmtree(checkpoint)
+        (it.folder / "stopped/result.json").unlink()
+    assert it.train("stopped", it.nproc, "run.resume=true") == it.trained
+    ours, theirs = tensors(it.folder / "stopped"), tensors(it.run)
+    assert ours.keys() == theirs.keys()
+    assert not [name for name in ours if ours[name] != theirs[name]]
+
+
+def check_evaluation(it: RandomRun) -> None:
+    for nproc, close in ((it.nproc, 1e-9), (it.other, it.tolerance(1e-3))):
+        metrics = evaluate(it.run, *ALWAYS, nproc=nproc)
+        assert metrics.keys() == it.trained[1]["metrics"].keys()
+        for part, told in it.trained[1]["metrics"].items():
+            assert metrics[part] == pytest.approx(told, rel=close, abs=close, nan_ok=True), part
+
+
+def check_predictions(it: RandomRun) -> None:
+    outs = it.new("predicted"), it.new("predicted")
+    for nproc, out in zip((it.nproc, it.other), outs, strict=True):
+        run_recsys("predict", it.run, it.folder / "test", out, "--keep", "extra", *ALWAYS, nproc=nproc)
+    extra = pq.read_table(it.folder / "test", columns=["extra"])["extra"]
+    assert all(pq.read_table(out)["extra"].equals(extra) for out in outs)
+    assert_close(scores(outs[0]), scores(outs[1]), it.tolerance(1e-5))
+
+
+def check_export(it: RandomRun, run: Path | None = None) -> None:
+    from recsys.serving.score import Scorer
+
+    run, out, predicted = run or it.run, it.new("export"), it.new("predicted")
+    run_recsys("export", run, out)
+    run_recsys("predict", run, it.folder / "test", predicted, "--keep", "extra", *ALWAYS)
+    rows = pq.read_table(it.folder / "test")
+    scored = Scorer(out).score(rows)
+    ours = {name: scored[name].to_numpy() for name in scored.column_names if name.startswith("score")}
+    assert_close(ours, scores(predicted), 0.1 if it.is_rounded else 2e-5)
+    if it.is_retrieval:
+        best = it.new("best")
+        run_recsys("recommend", run, it.folder / "test", best, "--k", 7, "--keep", "extra", *ALWAYS, nproc=it.other)
+        theirs, mine = pq.read_table(best)["scores"].to_pylist(), Scorer(out).recommend(rows, k=7)["scores"].to_pylist()
+        close = 0.1 if it.is_rounded else 1e-4
+        for one, other in zip(theirs, mine, strict=True):
+            assert one == pytest.approx(other, rel=close, abs=close * max(map(abs, one), default=1))
+
+
+def check_publication(it: RandomRun) -> None:
+    if "publish" not in it.config["train"]:
+        return
+    sys.path.insert(0, str(ROOT / "recsys" / "serving"))
+    from follow import Follower
+
+    code, out = it.config["train"]["publish"]["tables"], it.new("export")
+    run_recsys("export", max((it.run / "checkpoints").glob("step-*")), out, "--tables", code)
+    rows = pq.read_table(it.folder / "test")
+    from score import Scorer
+
+    follower = Follower(str(it.folder / f"published-{it.run.name}"), every_s=1000)
+    assert follower.scorer.score(rows).equals(Scorer(out).score(rows))
+
+
+def check_compression(it: RandomRun) -> None:
+    steps = it.dice.choice(["quantize", "prune", "quantize,prune,neurons", "quantize,prune"])
+    by, out = it.dice.choice(["norm", "count", "gradient"]), it.new("compressed")
+    options = ("--steps", steps, "--max-loss", "20%", "--prune-by", by)
+    run_recsys("compress", it.run, out, *options, *ALWAYS, nproc=it.dice.choice([1, 2]))
+    metrics = evaluate(out, *ALWAYS)
+    assert all(
+        value >= 0 or not re.search("auc|rows", name) for part in metrics.values() for name, value in part.items()
+    )
+    check_export(it, out)
+
+
+def check_start(it: RandomRun) -> None:
+    it.train("started", it.other, f"train.init_from={it.run}", "train.epochs=1")
+    loaded = json.loads((it.folder / "started/loaded.json").read_text())
+    assert loaded
+    if not it.is_retrieval and "distill" not in it.config["train"] and it.config["model"]["name"] != "esmm":
+        shutil.rmtree(it.folder / "started")
+        shutil.rmtree(it.folder / "published-started", ignore_errors=True)
+        it.train("started", it.nproc, f"train.distill.teacher={it.run}", "train.epochs=1")
+
+
+def check_other_commands(it: RandomRun) -> None:
+    run_recsys("report", it.run)
+    run_recsys("compare", it.folder / "alone", it.folder / "several", "--out", it.folder / "compare.html")
+    for name in it.config["tables"]:
+        run_recsys("tables", "export", it.run, name, it.folder / f"{name}.parquet")
+    for name in ("item", "user") if it.is_retrieval else ():
+        of = ("--data", it.folder / "test") if name == "user" else ()
+        run_recsys("embeddings", it.run, name, it.new("vectors"), *of, *ALWAYS)
+    done = fork_train(str(it.path), "--dry-run", f"topology.world_size={it.other}")
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
+
+
+OPTIONAL = (check_publication, check_export, check_compression, check_start, check_other_commands)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_promises(seed: int, tmp_path: Path) -> None:
+    it = RandomRun(tmp_path, seed)
+    checks = [check_ranks, check_resume, check_evaluation, check_predictions]
+    checks += [check for check in OPTIONAL if check is check_publication or it.dice.random() < 0.4]
+    failed = []
+    for check in checks:
+        try:
+            check(it)
+        except AssertionError as error:
+            failed.append(f"{check.__name__}: {error}")
+    assert not failed, f"seed {seed}:\n\n" + "\n\n".join(failed)
+
+
+@pytest.mark.slow
+def test_no_key_goes_undrawn(tmp_path: Path) -> None:
+    drawn = drawn_keys({})
+    for seed in range(40):
+        (folder := tmp_path / f"{seed}").mkdir()
+        drawn |= drawn_keys(base(folder, seed, random.Random(seed)))
+    every = {
+        ".".join("NAME" if word == "new" else word for word in path)
+        for model in MODELS
+        for path, _ in keys(Config, {"model": {"name": model}})
+    }
+    missing = {key for key in every - drawn if "." in key and not any(fnmatch(key, pattern) for pattern in UNDRAWN)}
+    assert not missing
