@@ -21,14 +21,17 @@ SAMPLE_ROWS, _EVAL_ROWS = 20_000, 2_000
 _LARGE_BATCH = 2.5  # standard deviations above the mean: ids of the largest of some hundred batches
 _BUILDING = 2  # times the widest column, while it is decoded: buffers that double, pages, levels of lists
 _DICTIONARY_PAGE_BYTES = 1 << 20  # at which writers give a dictionary up
+_COUNTED_IDS = 1 << 18  # of a column, to tell how many are distinct: each takes about 80 bytes while they are counted
 _ENTRY_BYTES = 80  # of a distinct text, while the dictionary is built that it is decoded to (measured: 60 to 150)
 
 
 @dataclass(frozen=True)
 class _Distinct:
-    """How many distinct ids the first rows of a column hold: of how many ids, and those that come once and twice."""
+    """How many ids the first rows of a column hold, and of the first of these, the `counted` ones, how many are
+    distinct, come once, and come twice."""
 
     ids: int
+    counted: int
     distinct: int
     once: int
     twice: int
@@ -37,15 +40,17 @@ class _Distinct:
     def of(cls, column: pa.ChunkedArray) -> "_Distinct":
         while pa.types.is_list(column.type):
             column = pc.list_flatten(column)
-        counts = column.value_counts().field("counts").to_numpy()
-        return cls(len(column), len(counts), int(np.count_nonzero(counts == 1)), int(np.count_nonzero(counts == 2)))
+        first = column.slice(0, _COUNTED_IDS)
+        counts = first.value_counts().field("counts").to_numpy()
+        once, twice = (int(np.count_nonzero(counts == times)) for times in (1, 2))
+        return cls(len(column), len(first), len(counts), once, twice)
 
     def among(self, times: float) -> float:
         """Return about how many distinct ids so many times the rows hold.
 
         What has been seen once and twice tells how many have not been seen (Chao 1984, jstor.org/stable/4615964).
         """
-        unseen = self.once * (self.once - 1) / (2 * (self.twice + 1)) if times > 1 else 0
+        unseen = self.once * (self.once - 1) / (2 * (self.twice + 1)) if self.ids * times > self.counted else 0
         return min(self.ids * times, self.distinct + unseen)
 
 

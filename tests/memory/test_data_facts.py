@@ -63,6 +63,22 @@ def test_counts_of_ids_go_by_the_distinct_ones(distinct: int, tmp_path: Path) ->
     assert found == pytest.approx(4 * statistics_bytes(distinct), rel=0.05)
 
 
+def test_ids_of_long_lists_are_counted_in_little_memory() -> None:
+    """Every rank counts them before it trains: of 2 million that would take more than many a run."""
+    rng, before = np.random.default_rng(0), pa.default_memory_pool()
+    ids = pa.array(rng.integers(0, 1_000_000, 2_000_000))
+    lists = pa.chunked_array([pa.ListArray.from_arrays(pa.array(np.arange(0, 2_000_001, 500), pa.int32()), ids)])
+    pool = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(pool)
+    try:
+        distinct = sample_module._Distinct.of(lists)
+    finally:
+        pa.set_memory_pool(before)
+    assert pool.max_memory() < 48 << 20
+    assert (distinct.ids, distinct.among(0.0005)) == (2_000_000, 1000)
+    assert distinct.among(1) == pytest.approx(1_000_000, rel=0.05)
+
+
 def test_one_row_group_is_decoded_once_and_kept(tmp_path: Path) -> None:
     table = ROWS * (4 * 8 + 10 * 8 + 4)
     whole, many = facts_of(tmp_path).decoding[0], facts_of(tmp_path, ROWS // 10).decoding[0]
