@@ -187,7 +187,7 @@ class TableConfig:
     # Of the other mappings: Parquet file of `recsys compress` with the rows that were not pruned. num_embeddings counts
     # these, and one that the pruned ones share.
     kept_rows: str | None = None
-    vocabulary: str | None = None  # vocabulary: Parquet file of an earlier run, RUN/vocabulary/TABLE.parquet
+    vocabulary: str | None = None  # vocabulary: Parquet file with ids in `id`, as RUN/vocabulary/TABLE.parquet
     init_range: float | None = bounded(None, 0, 65504)  # uniform in +-init_range; default 1/sqrt(num_embeddings)
     # Added to the loss: l2 / 2 times the mean over rows of the squared length of each vector that the table gives, by
     # their weights; of a pooled list, of its sum. Exact on every device and plan, other than weight_decay. Of sasrec,
