@@ -35,7 +35,8 @@ class _Group:
 
     Attributes:
         num_rows: that match the filter; stored_rows: all. layout: number of the file's layout. file_size: in bytes.
-        file_digest: of its footer, by which `sampled` in a filter tells files apart wherever they lie.
+        file_digest: of its footer, by which `sampled` in a filter tells files apart wherever they lie, and by which a
+            change is seen.
     """
 
     path: str
@@ -118,7 +119,7 @@ class SegmentReader:
 
         def read(plan: _Plan) -> pa.Table:
             tables, first, paths = list[pa.Table](), 0, plan.paths(plan.stored)
-            with self._open(group, plan, _HEAD_BUFFER_BYTES) as (file, index):
+            with self._open(group, plan, _HEAD_BUFFER_BYTES) as (file, index, _):
                 batches = file.iter_batches(
                     min(num_rows, _HEAD_BATCH_ROWS), row_groups=[index], columns=paths, use_threads=False
                 )
@@ -205,9 +206,9 @@ class SegmentReader:
             table = self._planned(group, is_filtered, lambda plan: self._stored(group, plan, [*plan.stored]))
         return self._completed(table, group, plan)
 
-    def _stored(self, group: _Group, plan: _Plan, columns: list[str]) -> pa.Table:
+    def _stored(self, group: _Group, plan: _Plan, columns: list[str], blames: bool = False) -> pa.Table:
         decoded: dict[str, pa.ChunkedArray] = {}
-        with self._open(group, plan) as (file, index):
+        with self._open(group, plan) as (file, index, digest):
             # One after another: Arrow's reader of several columns keeps the buffers of each until all are decoded,
             # one to two times what the table takes. From elsewhere all at once, in few requests.
             for names in [columns] if self._dataset.storage.root else [[column] for column in columns]:
@@ -219,17 +220,20 @@ class SegmentReader:
             metadata = file.metadata
         table = pa.table(decoded)
         self._check(table, metadata, index, plan)
+        if digest != group.file_digest and not blames:  # last, since what is damaged is to be told
+            raise _changed(group, "its footer is another")
         return table.replace_schema_metadata()
 
     @contextmanager
-    def _open(self, group: _Group, plan: _Plan, buffer_size: int = 0) -> Iterator[tuple[pq.ParquetFile, int]]:
-        """Open the file of a row group; yield it with the number of the row group in it, as it is opened."""
+    def _open(self, group: _Group, plan: _Plan, buffer_size: int = 0) -> Iterator[tuple[pq.ParquetFile, int, int]]:
+        """Open the file of a row group; yield it with the number of the row group in it, as it is opened, and the
+        digest of its footer."""
         storage = self._dataset.storage
         with storage.open(group.path) as source:
             size = source.size()
             if size != group.file_size >= 0:
                 raise _changed(group, f"it has {size:,} bytes, and had {group.file_size:,}")
-            footer, index = self._footers.read(group.path, source, group.index)
+            footer, index, digest = self._footers.read(group.path, source, group.index)
             try:
                 file = opened(
                     source,
@@ -244,7 +248,7 @@ class SegmentReader:
             rows = footer.row_group(index).num_rows if index < footer.num_row_groups else 0
             if rows != group.stored_rows:
                 raise _changed(group, f"it has {rows:,} rows there, and had {group.stored_rows:,}")
-            yield file, index
+            yield file, index, digest
 
     def _check(self, table: pa.Table, metadata: pq.FileMetaData, index: int, plan: _Plan) -> None:
         """Compare what was decoded with the footer: page headers have no checksum, and say how many values there are.
@@ -282,7 +286,7 @@ class SegmentReader:
                 pass
             for column in plan.stored:
                 try:
-                    self._stored(group, plan, [column])
+                    self._stored(group, plan, [column], blames=True)
                 except _UNREADABLE as wrong:
                     what, why = f"column '{column}' of {what}", wrong
                     break

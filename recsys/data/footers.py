@@ -111,7 +111,6 @@ class FooterParser:
             OSError, pa.ArrowException: the footer is damaged.
         """
         content = footer_of(tail)
-        digest = xxhash.xxh3_64_digest(tail[-max(len(content) + 8, _TAIL_BYTES) :])
         schema_and_rows = self._rows_of_known(content)
         if schema_and_rows is None:
             with self._lock:  # so that others wait for what they can then use
@@ -124,7 +123,7 @@ class FooterParser:
             numbers = list(map(add, numbers, num_values(content, path, count)))
         by_column = {column: statistics(content, path, count, dtype) for column, path, dtype in schema.ordered}
         sizes = [4 * number for number in numbers]
-        return Footer(schema.layout, num_rows, sizes, int.from_bytes(digest, "little", signed=True), by_column)
+        return Footer(schema.layout, num_rows, sizes, digest_of(tail), by_column)
 
     def _rows_of_known(self, content: bytes) -> tuple[_Schema, list[int]] | None:
         """Return the rows of each row group, if the schema has been seen and has a column that tells them."""
@@ -327,6 +326,12 @@ def schema_read(footer: pq.FileMetaData) -> pa.Schema:
 def footer_of(tail: bytes) -> bytes:
     """Return the footer at the end of a file's end."""
     return tail[-8 - int.from_bytes(tail[-8:-4], "little") : -8]
+
+
+def digest_of(tail: bytes) -> int:
+    """Return `Footer.digest` of a file by its end, as `file_tail` returns it."""
+    digest = xxhash.xxh3_64_digest(tail[-max(len(footer_of(tail)) + 8, _TAIL_BYTES) :])
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def file_tail(size: int, read: Callable[[int, int], bytes], at_once: int = _TAIL_BYTES) -> bytes:

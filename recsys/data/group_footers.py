@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recsys.data.footers import file_tail, footer_of, parsed_footer
+from recsys.data.footers import digest_of, file_tail, footer_of, parsed_footer
 from recsys.data.thrift import row_group_bounds, schema_end, with_one_row_group
 
 _KEPT_BYTES = 4 << 20  # of footers as in the files, parsed they take ten times as much; and of the ends of large ones
@@ -39,6 +39,9 @@ class _Cut:
         return len(self.head) + len(self.rest) + _BOUND_BYTES * len(self.bounds)
 
 
+_Kept = tuple[int, pq.FileMetaData | _Cut, int]  # bytes of a footer, the footer, and its digest
+
+
 class GroupFooters:
     """What files' footers say of single row groups; safe to call from several threads.
 
@@ -50,11 +53,13 @@ class GroupFooters:
 
     def __init__(self, is_remote: bool) -> None:
         self._is_remote = is_remote
-        self._kept: OrderedDict[tuple[str, int, int], tuple[int, pq.FileMetaData | _Cut]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int, int], _Kept] = OrderedDict()
         self._num_bytes, self._lock = 0, threading.Lock()
 
-    def read(self, path: str, source: pa.NativeFile, index: int) -> tuple[pq.FileMetaData, int]:
+    def read(self, path: str, source: pa.NativeFile, index: int) -> tuple[pq.FileMetaData, int, int]:
         """Return a footer that has a row group of a file, and the group's number in it: 0 if it has no other one.
+
+        The last result is the digest of all of the footer, as of `recsys.data.footers.Footer`.
 
         Args:
             source: the file, opened. index: of the row group in the file, which may have fewer.
@@ -64,25 +69,26 @@ class GroupFooters:
         """
         size = source.size()
         key = (path, size, 0 if self._is_remote else os.stat(path).st_mtime_ns)
-        _, footer = self._kept.get(key) or self._keep(key, footer_of(file_tail(size, source.read_at)))
+        _, footer, digest = self._kept.get(key) or self._keep(key, file_tail(size, source.read_at))
         if not isinstance(footer, _Cut):
-            return footer, index
+            return footer, index, digest
         if index + 1 >= len(footer.bounds):
-            return parsed_footer(footer_of(file_tail(size, source.read_at))), index
+            return parsed_footer(footer_of(file_tail(size, source.read_at))), index, digest
         start, stop = footer.bounds[index : index + 2]
         group = source.read_at(stop - start, footer.start + start)
-        return parsed_footer(with_one_row_group(footer.head, group, footer.rest)), 0
+        return parsed_footer(with_one_row_group(footer.head, group, footer.rest)), 0, digest
 
-    def _keep(self, key: tuple[str, int, int], content: bytes) -> tuple[int, pq.FileMetaData | _Cut]:
+    def _keep(self, key: tuple[str, int, int], tail: bytes) -> "_Kept":
+        content, digest = footer_of(tail), digest_of(tail)
         footer = _cut(content, key[1]) or parsed_footer(content)
         num_bytes = footer.num_bytes if isinstance(footer, _Cut) else footer.serialized_size
         with self._lock:
             if key not in self._kept:
-                self._kept[key] = num_bytes, footer
+                self._kept[key] = num_bytes, footer, digest
                 self._num_bytes += num_bytes
             while self._num_bytes > _KEPT_BYTES and len(self._kept) > 1:
                 self._num_bytes -= self._kept.popitem(last=False)[1][0]
-        return num_bytes, footer
+        return num_bytes, footer, digest
 
 
 def _cut(content: bytes, file_size: int) -> _Cut | None:

@@ -207,7 +207,7 @@ def test_reader_keeps_few_footers_and_parses_them_once(tmp_path, monkeypatch):
     assert values == [i // 2 for i in range(60)]
     kept = reader._footers._kept
     assert [os.path.basename(path) for path, _, _ in kept] == ["27.parquet", "28.parquet", "29.parquet"]
-    assert reader._footers._num_bytes == sum(footer.serialized_size for _, footer in kept.values())
+    assert reader._footers._num_bytes == sum(footer.serialized_size for _, footer, _ in kept.values())
 
 
 def test_damaged_row_group_is_named(tmp_path):
