@@ -20,9 +20,15 @@ def whole_folder(out: Path, argument: str = "OUT", replaces: bool = False) -> It
         argument: by which the user names `out`. replaces: an `out` that is not empty is replaced.
 
     Raises:
-        UserError: it cannot be made, another process writes it, or `out` has become another one meanwhile.
+        UserError: it cannot be made, another process writes it, or `out` has become another one meanwhile; or a disk is
+            mounted there.
     """
     out = out.resolve()  # the folder itself, where a link leads to it
+    if out.is_mount():  # told before any work, which would be lost
+        raise UserError(
+            f"{argument}: '{out}' is where a disk, or a container's volume, is mounted, and cannot be replaced; name "
+            f"a folder in it"
+        )
     aside = out.parent / f".{out.name}.tmp"
     with output_lock(argument) as lock:
         make_folder(aside, argument)

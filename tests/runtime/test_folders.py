@@ -57,3 +57,11 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
         (folder / "mine").touch()
         raise KeyboardInterrupt
     assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["old"]
+
+
+def test_a_place_where_a_disk_is_mounted_is_refused_before_any_work() -> None:
+    with (
+        pytest.raises(UserError, match=r"^--out: '/proc' is where .* is mounted, .*; name a folder in it$"),
+        whole_folder(Path("/proc"), "--out"),
+    ):
+        raise AssertionError
