@@ -100,20 +100,19 @@ class DenseHalf(nn.Module):
 
     def replicate(self, device: torch.device) -> None:
         """Give all ranks the weights and buffers of rank 0, and set up the averaging of gradients; collective."""
-        # Of a class of the user's own they may be drawn by a generator that the seed does not set. Without
-        # `broadcast_buffers` DistributedDataParallel leaves buffers as they are from the start.
+        # Of a class of the user's own they may be drawn by a generator that the seed does not set. Before torch 2.13
+        # DistributedDataParallel leaves buffers that it does not exchange in each step as they are at the start too.
         for tensor in (*self._dense_parameters, *self.model.buffers()):
             set_to_rank_zero(tensor)
         if not self.late_exchange:
             parameters = [parameter for parameter in self._dense_parameters if parameter.requires_grad]
             self._joined = JoinedGradients([*parameters, self.sums])
             return
-        replica = DistributedDataParallel(
-            Replica(self.model, self.sums),
-            device_ids=[device.index] if device.type == "cuda" else None,
-            broadcast_buffers=False,  # training changes none
-            gradient_as_bucket_view=True,
-        )
+        # Training changes no buffer. torch 2.13 warns of the old name, on each rank.
+        exchanges_buffers = "broadcast_buffers" if torch.__version__ < "2.13" else "forward_sync_buffers"
+        settings: dict[str, Any] = {exchanges_buffers: False, "gradient_as_bucket_view": True}
+        device_ids = [device.index] if device.type == "cuda" else None
+        replica = DistributedDataParallel(Replica(self.model, self.sums), device_ids=device_ids, **settings)
         object.__setattr__(self, "_replica", replica)  # not as a submodule, since `model` is one already
         for parameter in self._dense_parameters:
             if parameter.requires_grad:

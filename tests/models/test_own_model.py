@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -241,7 +242,9 @@ def test_ranks_begin_with_all_that_rank_0_has_drawn(
     with open_world(Device.cpu, 1):
         dense = build_dense_half(config, lambda: (torch.zeros(0), 0))
         dense.late_exchange = late
-        dense.replicate(torch.device("cpu"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            dense.replicate(torch.device("cpu"))
         assert len([*dense.model.parameters(), *dense.model.buffers()]) == 7
         assert not any(tensor.any() for tensor in (*dense.model.parameters(), *dense.model.buffers()))
         del dense
