@@ -79,3 +79,8 @@ def _check_modules(model: nn.Module) -> None:
             raise UserError(f"{where}, whose statistics are of the rows that a rank has at once; take nn.LayerNorm")
         if isinstance(module, _DropoutNd) and module.p > 0:
             raise UserError(f"{where}, whose draws go by rank and not by row; take recsys.models.RowDropout")
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:  # without a module for it
+            raise UserError(
+                f"{where} with dropout={module.dropout:g}, whose draws go by rank and not by row; set it to 0, and "
+                f"take recsys.models.RowDropout of what the layer gives"
+            )

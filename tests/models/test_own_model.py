@@ -145,10 +145,13 @@ def config_of_own(folder: Path) -> Path:
         (nn.SyncBatchNorm(4), "SyncBatchNorm"),
         (nn.InstanceNorm1d(4, track_running_stats=True), "InstanceNorm1d"),
         (nn.Dropout(0.1), r"a Dropout at 'net\.1', whose draws .* take recsys\.models\.RowDropout"),
+        (nn.MultiheadAttention(4, 1, dropout=0.1), r"a MultiheadAttention at 'net\.1' with dropout=0\.1, whose draws"),
+        (nn.GRU(4, 4, 2, dropout=0.1), r"a GRU at 'net\.1' with dropout=0\.1, whose draws .* set it to 0"),
         (nn.LazyLinear(4), r"Own has no shape of 'net\.1\.weight' before its first batch, .* by inputs\.dims"),
         (nn.LayerNorm(4), None),
         (nn.InstanceNorm1d(4), None),
         (nn.Dropout(0), None),
+        (nn.MultiheadAttention(4, 1), None),
         (RowDropout(0.1), None),
     ],
 )
