@@ -94,7 +94,7 @@ class DataConfig:
     # Rows of a stream shuffled together, in MiB as held in memory; of each two are held, or all that a batch takes.
     window_mib: int = bounded(64, 1, 2**20)
     drop_last: bool = False  # leave out the rows of data.train that do not fill the last batch of an epoch
-    num_threads: int | None = bounded(None, 0, 1024)  # that decode; 0: in the training thread; default: 2, or by cores
+    num_threads: int | None = bounded(None, 0, 1024)  # that decode; 0: the training thread; default: 2, on GPUs ≤ 12
     processes: bool | None = None  # one for each of num_threads decodes data.train; default: with a GPU, if there are 3
     # Put together ahead of training, by a thread; 0: in the training thread. Default: 4 with a GPU, else 0.
     prefetch_batches: int | None = bounded(None, 0, 2**20)
