@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,8 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: it cannot be written; its `filename` is set.
     """
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # ranks may write pages over all of them at once
+    # Processes may write pages over all of them at once, and in containers have the same numbers.
+    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:16]}.tmp")
     with naming(path):
         try:
             yield aside

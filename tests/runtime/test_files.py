@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recsys.errors import UserError
-from recsys.runtime.files import make_folder, prepare_output
+from recsys.runtime.files import make_folder, prepare_output, replacing
 
 
 def test_the_folder_of_an_output_is_made(tmp_path: Path) -> None:
@@ -30,3 +30,14 @@ def test_what_can_be_no_output_is_refused(tmp_path: Path) -> None:
             prepare_output(tmp_path / path)
     with pytest.raises(UserError, match=f"^--out: '{tmp_path}/file' cannot be made .*File exists"):
         make_folder(tmp_path / "file", "--out")
+
+
+def test_processes_of_one_number_replace_a_file_side_by_side(tmp_path: Path) -> None:
+    """Those of containers often have one; so do those of several machines now and then."""
+    page = tmp_path / "page.html"
+    with replacing(page) as one:
+        one.write_text("one")
+        with replacing(page) as other:
+            other.write_text("other")
+        assert page.read_text() == "other"
+    assert page.read_text() == "one" and list(tmp_path.iterdir()) == [page]
