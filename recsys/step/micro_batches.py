@@ -271,6 +271,7 @@ class MicroBatches:
         A loss that is no sum over rows is computed on the outputs of all, which are then computed again, micro-batch by
         micro-batch, for the gradient (GradCache: Gao et al. 2021, arXiv:2101.06983).
         """
+        self._dense.sort_buckets()
         cached = self._gradients_by_outputs() if len(self._parts) > 1 and not self._dense.model.loss_by_rows else None
         for part in self._parts:
             last = part is self._parts[-1]

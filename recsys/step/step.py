@@ -118,6 +118,15 @@ class DenseHalf(nn.Module):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._reached.add)
 
+    def sort_buckets(self) -> None:
+        """Have DistributedDataParallel sort its buckets, as it does once, in the second step; collective.
+
+        By itself it would wait for its next forward pass with gradients. A loss over the whole batch has exchanges of
+        its own: before that pass on ranks with several micro-batches, and behind it on those with one.
+        """
+        if self._replica is not None:
+            self._replica.reducer._rebuild_buckets()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the dense part."""
         if self._joined is not None:

@@ -289,6 +289,43 @@ def test_weights_that_only_the_first_micro_batch_uses_keep_its_gradients(
         torch.testing.assert_close(by_order[True], by_order[False])
 
 
+class OfAllRows(Own):
+    layer = nn.Linear(4, 1)
+    loss_by_rows = False
+
+    def forward(self, vectors: Any, floats: torch.Tensor) -> torch.Tensor:
+        return self.net(vectors["user_id"][:, :4]).squeeze(1)
+
+
+@pytest.mark.parametrize("bounds", [(0, 8), (0, 4, 8)])
+def test_gpus_sort_their_buckets_before_any_loss(
+    bounds: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an exchange. Of ranks with a micro-batch and with several, some would else be in that of a loss then."""
+    monkeypatch.setattr(Own, "layer", OfAllRows.layer, raising=False)
+    config = load_config(config_of_own(tmp_path), [f"model.name={__name__}.OfAllRows"])
+    with open_world(Device.cpu, 1):
+        dense = build_dense_half(config, lambda: (torch.zeros(0), 0))
+        dense.late_exchange = True
+        dense.replicate(torch.device("cpu"))
+        reducers, sorted_late = [dense._replica.reducer], list[bool]()
+
+        def losses(*given: Any) -> Any:
+            sorted_late.append(reducers[0]._rebuild_buckets())
+            return Own.losses(*given)
+
+        monkeypatch.setattr(OfAllRows, "losses", losses, raising=False)
+        pooled, by_id, batch = fake_inputs(config, data_facts(config, None, 1), 8, bounds)
+        for tensor in (batch.labels, batch.weights, pooled.values().detach()):
+            tensor.fill_(1)
+        for _ in range(2):
+            dense.zero_grad()
+            dense(pooled, [by_id], batch)
+        assert sorted_late == [False, False]
+        reducers.clear()
+        del dense
+
+
 class PicksRows(Own):
     layer = nn.Linear(4, 4)
 
