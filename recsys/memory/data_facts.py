@@ -40,7 +40,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         windows = 2 * (config.data.window_mib << 20) * streams_of_a_rank(config, world_size)
         id_bytes = 4 if biggest < 1 << 31 else 8
         source, of_ids = "max_length or 1, since the data cannot be read here", _vocabularies(config, None, {})
-        counts, evaluated = len(mean_ids) * statistics_bytes(math.inf), _eval_ids(config, mean_ids)
+        counts, evaluated = len(mean_ids) * statistics_bytes(math.inf), _eval_ids(config, {"train": mean_ids})
         decoding = (Decoding(later=windows // 2),) * world_size
         of_batches = _mean_ids(config, mean_ids, world_size)
         return DataFacts(
@@ -53,7 +53,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
     held, largest = _held_rows(inputs, "train")
     # Beside the windows of the training data there are some that evaluate, and keep their memory for the next time.
     others = {role: _held_rows(inputs, role) for role in roles}
-    samples = {role: Sample(inputs, role) if role_lists(config, role) else sample for role in roles}
+    samples = {role: Sample(inputs, role) if _has_lists(inputs, role) else sample for role in roles}
     samples["train"] = sample
     of_evaluation = max((samples[role].row_bytes * rows for role, (rows, _) in others.items()), default=0)
     distinct = dict(zip(sample.names, sample.distinct_ids(train_rows), strict=True))
@@ -74,7 +74,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         statistics_bytes=sum(map(statistics_bytes, distinct.values())),
         num_items=0 if inputs.corpus is None else len(inputs.corpus),
         listed_items=max(samples[role].listed for role in samples),
-        eval_ids=_eval_ids(config, sample.mean_ids()),
+        eval_ids=_eval_ids(config, {role: rows.mean_ids() for role, rows in samples.items()}),
     )
 
 
@@ -112,11 +112,28 @@ def of_rank_rows(config: Config, data: DataFacts, world_size: int, rows: int) ->
     return replace(data, mean_ids=resized(data.mean_ids), most_ids=resized(data.most_ids))
 
 
-def _eval_ids(config: Config, means: Mapping[str, float]) -> tuple[Mapping[str, float], ...]:
-    """Return `DataFacts.eval_ids`, by the table rows of each feature of a row of data.train; of what it lacks, 1."""
-    roles = ["valid"] if config.model.needs().item_id is None else ["valid", "items"]
-    read = [set(role_features(config, role)) for role in roles]
-    return tuple({name: means.get(name, 1.0) * (name in names) for name in id_features(config)} for names in read)
+def _has_lists(inputs: Inputs, role: str) -> bool:
+    """Return whether a dataset has lists, which may be longer than those of data.train."""
+    schema = inputs.datasets[role].schema
+    lists = (pa.types.is_list(schema.field(name).type) for name in inputs.datasets[role].columns)
+    return bool(role_lists(inputs.config, role)) or any(lists)
+
+
+def _eval_ids(config: Config, means: Mapping[str, Mapping[str, float]]) -> tuple[Mapping[str, float], ...]:
+    """Return `DataFacts.eval_ids`; of a feature that no dataset has, 1.
+
+    Args:
+        means: by role, the table rows of each feature of a row.
+    """
+
+    def most(kind: str) -> dict[str, float]:
+        roles, names = ("items",) if kind == "items" else ("valid", "test"), role_features(config, kind)
+        of_roles = [means[role] for role in roles if role in means] or [means["train"]]
+        return {
+            name: max(of_role.get(name, 1.0) for of_role in of_roles) * (name in names) for name in id_features(config)
+        }
+
+    return tuple(map(most, ["valid"] if config.model.needs().item_id is None else ["valid", "items"]))
 
 
 def _vocabularies(config: Config, inputs: Inputs | None, distinct: Mapping[str, float]) -> tuple[int, dict[str, int]]:

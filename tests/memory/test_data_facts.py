@@ -160,6 +160,18 @@ def test_small_data_leave_rows_of_an_evaluated_batch_without_ids() -> None:
     assert facts.evaluated_ids(4000)[1]["item"] == 0.5
 
 
+def test_lists_of_rows_to_evaluate_are_longer_than_those_of_training(tmp_path: Path) -> None:
+    """As where users' histories are cut from a log that goes on; of two data sets the longer lists count."""
+    for role, length in (("valid", 40), ("test", 5)):
+        lists = pa.array([[1] * length] * 500)
+        ids = {name: pa.array([1] * 500) for name in ("id0", "id1", "id2", "label")}
+        pq.write_table(pa.table({**ids, "history": lists}), tmp_path / f"{role}.parquet")
+    settings = {f"data.{role}": tmp_path / f"{role}.parquet" for role in ("valid", "test")}
+    facts = facts_of(tmp_path, **settings)
+    assert facts.eval_ids == ({"id0": 1.0, "id1": 1.0, "id2": 1.0, "history": pytest.approx(40, rel=0.1)},)
+    assert facts.mean_ids["history"] == pytest.approx(10, rel=0.1)
+
+
 def sample_of(folder: Path, feature: str) -> tuple[Sample, pa.Table]:
     """Return the first rows as predictions take them, and all rows as they are decoded."""
     content = {
