@@ -253,16 +253,20 @@ def _pass(
     counters = {request.columns: IdCounter() for request in vocabularies.values()}
     summaries: dict[int, list[np.ndarray]] = {}
     mine = range(world.rank, len(dataset.row_groups), world.world_size)
+
+    def summaries_of(rows: pa.Table) -> list[np.ndarray]:
+        for counted, counter in counters.items():
+            for chunk in (chunk for column in counted for chunk in rows.column(column).chunks):
+                with _naming(dataset, counted):
+                    counter.add(_present(_flat(chunk)))
+        for chunk in rows.column(row_counter.column).chunks if row_counter else ():
+            row_counter.add(chunk)  # type: ignore[union-attr]
+        return [summarise(rows.column(part.column or ""), part) for part in floats]
+
     with Task("counting ids", len(mine), "row groups", world.rank == 0) as task:
         for i in mine:
-            rows = reader.read(dataset.row_groups.segment(i))
-            for counted, counter in counters.items():
-                for chunk in (chunk for column in counted for chunk in rows.column(column).chunks):
-                    with _naming(dataset, counted):
-                        counter.add(_present(_flat(chunk)))
-            for chunk in rows.column(row_counter.column).chunks if row_counter else ():
-                row_counter.add(chunk)  # type: ignore[union-attr]
-            summaries[i] = [summarise(rows.column(part.column or ""), part) for part in floats]
+            # No name for the rows here: it would keep them while those of the next row group are decoded.
+            summaries[i] = summaries_of(reader.read(dataset.row_groups.segment(i)))
             task.done += 1
     tables = {}
     for counted in list(counters):

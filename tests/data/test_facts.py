@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import weakref
 from dataclasses import astuple
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys.data.convert import convert_floats
+from recsys.data.decode import SegmentReader
 from recsys.data.facts import VocabularyRequest, measure
 from recsys.data.figures import FloatFacts
 from recsys.data.parquet import open_dataset
@@ -158,6 +160,36 @@ def test_a_number_without_logarithm_is_in_no_mean(tmp_path, value):
 def test_numbers_beyond_float32_are_refused_by_column(tmp_path, value):
     with pytest.raises(UserError, match=r"column 'x' \(x\) holds .*, and only finite numbers up to 3.4e38 train"):
         figures(tmp_path, pa.array([1.0, value]))
+
+
+def test_one_row_group_is_held_while_the_next_is_decoded(tmp_path, monkeypatch):
+    """Ids and numbers are taken of each, and what a prediction of memory counts is one."""
+    pq.write_table(pa.table({"x": MINUTE}), tmp_path / "rows.parquet", row_group_size=7)
+    read, given = SegmentReader.read, []
+
+    def watched(self, segment):
+        assert all(table() is None for table in given)
+        table = read(self, segment)
+        given.append(weakref.ref(table))
+        return table
+
+    monkeypatch.setattr(SegmentReader, "read", watched)
+    request = VocabularyRequest(("x",), min_count=1, max_size=99)
+    dataset = open_dataset("data.train", str(tmp_path), {"x": "features.x"})
+    measure(dataset, {"item": request}, [FloatColumn("x", "x")], Alone())
+    assert len(given) == 9
+
+
+class Alone:
+    """Stands in for the `World` of one rank."""
+
+    rank, world_size = 0, 1
+
+    def agree(self, action):
+        return action()
+
+    def gather(self, value):
+        return [value]
 
 
 class OneOfSeveral:
