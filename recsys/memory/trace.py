@@ -23,6 +23,7 @@ from recsys.memory.layers import Layer, analyse_layers, format_layers
 from recsys.memory.tensors import dense_update_bytes, gradient_bytes, storage_bytes
 from recsys.memory.workspaces import no_workspace, workspace_bytes
 from recsys.models.halves import is_in_halves, sum_in_halves
+from recsys.models.retrieval import check_vectors
 from recsys.report.text import size as shown
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
@@ -113,7 +114,7 @@ def _traced(
     them in the heap.
 
     Raises:
-        UserError: a model of the user's own asks what its numbers are.
+        UserError: a model of the user's own asks what its numbers are, or gives no vectors that can be ranked.
     """
     parameters = list(step.dense.parameters())
     for parameter in parameters:
@@ -131,13 +132,15 @@ def _traced(
     )
     try:
         with live, torch.set_grad_enabled(step.training):
-            step.dense(pooled, [by_id], batch)
+            _, output = step.dense(pooled, [by_id], batch)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UserError(
             f"config key 'model.name': the model goes by what its numbers are ({error.func}), as with rows[mask], "
             f"nonzero() or an if, and its memory is predicted by shapes alone; compute all rows, and choose by "
             f"torch.where"
         ) from error
+    if not step.training and config.model.needs().item_id is not None:
+        check_vectors(output.outputs, rows, config.model.needs().vector_dim)
     if dist.get_world_size() > 1:  # gradients are views of exchange buffers, which always live
         return live.peak, live.heap_peak
     gradients = gradient_bytes(parameters)

@@ -108,6 +108,22 @@ class RetrievalModel(Model):
         return self._scores or _SCORES[device.type], self._most_pieces
 
 
+def check_vectors(outputs: Any, num_rows: int, dim: int) -> None:
+    """Refuse outputs in evaluation that are no vectors of users and of items, [num_rows, dim] each.
+
+    Raises:
+        UserError: they have other shapes, as those of a user's own model may.
+    """
+    parts = outputs if isinstance(outputs, tuple) else (outputs,)
+    shapes = [list(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__ for part in parts]
+    if shapes != [[num_rows, dim]] * 2:
+        given = " and ".join(map(str, shapes))
+        raise UserError(
+            f"config key 'model.name': for {num_rows} rows the model's forward gave {given} in evaluation, and vectors "
+            f"of users and of items are to be ranked, [rows, {dim}] each by Needs.vector_dim; return these, or set it"
+        )
+
+
 def pieces(num_rows: int, step: int, most: int | None) -> Iterator[slice]:
     """Yield slices of `step` rows each, at most `most` of them; None: all."""
     return (slice(start, start + step) for start in range(0, num_rows, step)[:most])

@@ -15,6 +15,7 @@ from recsys.config.model import Needs
 from recsys.config.model_checks import check_model
 from recsys.data.batch import Batch
 from recsys.errors import UserError
+from recsys.memory.dry_run import rehearse_run
 from recsys.models.base import DenseInputs, Vectors
 from recsys.models.items import gather
 from recsys.models.retrieval import RetrievalConfig, RetrievalModel, first_ids, gather_rows
@@ -50,14 +51,51 @@ class Products(RetrievalModel):
         return {"softmax": (losses * batch.weights[:end]).sum()}
 
 
+def own_config(folder: Path) -> Path:
+    config = write_retrieval(folder)
+    text = config.read_text()
+    model = f"model: {{name: {__name__}.Products, top_k: [5]}}"
+    config.write_text(f"{text[: text.index('model:')]}{model}\n{text[text.index('train: {global') :]}")
+    return config
+
+
 def test_items_go_by_what_the_model_needs_not_by_a_key_of_that_name(tmp_path: Path) -> None:
-    config = write_retrieval(tmp_path)
-    head, tail = config.read_text().split("model:")[0], config.read_text()[config.read_text().index("train: {global") :]
-    config.write_text(f"{head}model: {{name: test_own_needs.Products, top_k: [5]}}\n{tail}")
+    config = own_config(tmp_path)
     settings = f"run.dir={tmp_path / 'run'}", "train.max_steps=2", "data.valid=null"
     done = fork_train(str(config), *settings, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]["test"].keys() >= {"recall@5"}
+
+
+class UsersAlone(Products):
+    def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
+        return vectors["user"]
+
+    def losses(self, outputs: torch.Tensor, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"length": (outputs.square().sum(dim=1) * batch.weights).sum()}
+
+
+@dataclass
+class WiderConfig(ProductsConfig):
+    def needs(self) -> Needs:
+        return replace(super().needs(), vector_dim=9)
+
+
+class Wider(Products):
+    Config = WiderConfig
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("Wider", r"gave \[64, 8\] and \[64, 8\] in evaluation, .* \[rows, 9\] each by Needs\.vector_dim"),
+        ("UsersAlone", r"gave \[64, 8\] in evaluation, .* \[rows, 8\] each"),
+    ],
+)
+def test_vectors_that_cannot_be_ranked_are_refused_before_training(model: str, said: str, tmp_path: Path) -> None:
+    config = load_config(own_config(tmp_path), [f"model.name={__name__}.{model}"])
+    with pytest.raises(UserError, match=said):
+        rehearse_run(config)
 
 
 @dataclass
