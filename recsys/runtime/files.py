@@ -10,6 +10,9 @@ from pathlib import Path
 
 from recsys.errors import UserError, why
 
+# What file systems say that sync no folders, such as some of networks and of virtual machines.
+_NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -143,5 +146,8 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDERS or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)

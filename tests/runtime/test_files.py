@@ -1,12 +1,14 @@
 """Files that the user names to be written: what cannot be one is refused before any work."""
 
+import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
 from recsys.errors import UserError
-from recsys.runtime.files import make_folder, prepare_output, replacing
+from recsys.runtime.files import make_folder, prepare_output, replace_file, replacing
 
 
 def test_the_folder_of_an_output_is_made(tmp_path: Path) -> None:
@@ -41,3 +43,17 @@ def test_processes_of_one_number_replace_a_file_side_by_side(tmp_path: Path) -> 
             other.write_text("other")
         assert page.read_text() == "other"
     assert page.read_text() == "one" and list(tmp_path.iterdir()) == [page]
+
+
+def test_a_file_system_that_syncs_no_folders_takes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) or refuses_files:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    refuses_files = False
+    replace_file(tmp_path / "page.html", "page")
+    refuses_files = True
+    with pytest.raises(OSError, match="Invalid argument"):
+        replace_file(tmp_path / "page.html", "other")
+    assert (tmp_path / "page.html").read_text() == "page"
