@@ -63,16 +63,17 @@ def parse_filter(text: str) -> Condition:
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{KEY} is {text!r}, and must be an expression such as \"day >= '2026-11-01'\"")
     try:
-        tree = ast.parse(f"({text}\n)", mode="eval")
-        return _Parser(" ".join(text.split())).condition(tree.body)
+        source = f"({text}\n)"
+        tree = ast.parse(source, mode="eval")
+        return _Parser(source, " ".join(text.split())).condition(tree.body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         why = _hint(text) or getattr(error, "msg", None) or "it is nested too deeply"
         raise UserError(f"{KEY}: '{' '.join(text.split())}' cannot be understood ({why})") from error
 
 
 class _Parser:
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, source: str, text: str) -> None:
+        self._source, self._text = source, text
 
     def condition(self, node: ast.expr) -> Condition:
         if isinstance(node, ast.BoolOp):
@@ -117,7 +118,8 @@ class _Parser:
         if isinstance(node, ast.Name):
             if node.id in _CONSTANTS:
                 self._refuse(node, f"write {_CONSTANTS[node.id]}, or col('{node.id}') for the column")
-            return node.id
+            # Python takes µ and μ for one letter, and ö of one sign and of two; the names of columns differ by them.
+            return ast.get_source_segment(self._source, node)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "col":
             if len(node.args) == 1 and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
                 return node.args[0].value

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys.data.filters import parse_filter
-from recsys.data.parquet import open_dataset
+from recsys.data.parquet import open_dataset, read_column
 from recsys.errors import UserError
 
 
@@ -38,3 +38,11 @@ def test_texts_however_they_are_held(dtype: pa.DataType) -> None:
     table = pa.table({"x": pa.array(["a", "b", None]).cast(dtype)})
     for text in ("x == 'b'", "x in ['b', 'c']"):
         assert parse_filter(text).bind(table.schema).mask(table).to_pylist() == [False, True, None]
+
+
+@pytest.mark.parametrize("name", ["µs", "gro\u0308ße", "ﬁle"])
+def test_names_of_columns_are_taken_as_they_are_written(tmp_path: Path, name: str) -> None:
+    """Python reads these names as others, with which they look alike."""
+    pq.write_table(pa.table({"row": [0, 1], name: [1, 2]}), tmp_path / "a.parquet")
+    dataset = open_dataset("data.train", str(tmp_path), {"row": "key"}, filter=f"row < 2 and\n {name} > 1")
+    assert read_column(dataset, "row").to_pylist() == [1]
