@@ -10,8 +10,7 @@ how to start it:
                                     the plan and the memory on every rank, without GPUs and without training;
                                     status 0 if it fits, 1 if not (the same: recsys dry-run CONFIG …)
   python train.py RUN --evaluate data.test=/logs/2026-12-02/
-                                    metrics of a run's model on other data; no training, and the run stays as it is
-                                    (the same: recsys evaluate RUN …)
+                                    metrics on other data; the run stays as it is (the same: recsys evaluate RUN …)
   python train.py CONFIG --debug    one process, 200 steps on the first 20,000 rows, no loader threads,
                                     nothing overlapped, autograd's anomaly checks on: works under pdb and debugpy
 
@@ -320,9 +319,10 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
         options = "[--by COLUMN [--cold N]] [--group COLUMN] [--bootstrap N] [--importance [REPEATS]] [--trust-code]"
         parser.usage = f"{prog} RUN [DATA …] [key=value …] {options}"
         parser.add_argument("config", metavar="RUN", help="run directory, or one of its checkpoints")
+        add_changes(parser, "changes to the config; other words are DATA, in place of data.valid and data.test")
     else:
         parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
-    add_changes(parser, "changes to the config")
+        add_changes(parser, "changes to the config")
     parser.set_defaults(command=command, debug=False, trust_code=False)
     if command != "dry-run":
         add_evaluation(parser)
