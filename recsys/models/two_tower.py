@@ -63,7 +63,7 @@ class TwoTowerConfig(RetrievalConfig):
             vector_dim=self.output_dim,
             log_shares_of=self.item_id if self.logq_correction or self._draws_by_count else None,
             sampled_items=self.sampled_negatives,
-            sampling_power=self.sampling_power,
+            sampling_power=self.sampling_power if self._draws_by_count else 0.0,
         )
 
     @property
