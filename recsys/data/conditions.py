@@ -164,14 +164,11 @@ class Condition:
         parts = self.parts
         if self.operator == "in":
             parts = tuple(Condition("==", column=self.column, value=scalar) for scalar in self.value)
-        if parts:
-            outcomes = [part.outcomes(bounds, n) for part in parts]
-            true, false, null = map(np.stack, zip(*outcomes, strict=True))
-            if self.operator == "not":
-                return Outcomes(false[0], true[0], null[0])
-            if self.operator == "and":
-                return Outcomes(np.all(true, 0), np.any(false, 0), np.any(null, 0) & np.all(true | null, 0))
-            return Outcomes(np.any(true, 0), np.all(false, 0), np.any(null, 0) & np.all(false | null, 0))
+        if self.operator == "not":
+            true, false, null = parts[0].outcomes(bounds, n)
+            return Outcomes(false, true, null)
+        if parts:  # one after the other, as there may be thousands of literals
+            return reduce(_both if self.operator == "and" else _either, (part.outcomes(bounds, n) for part in parts))
         if self.column not in bounds or isinstance(self.value, Column):  # `sampled` has no column
             possible = np.ones(n, np.bool_)
             return Outcomes(possible, possible, possible if self.operator != "is None" else ~possible)
@@ -183,6 +180,16 @@ class Condition:
         if pa.types.is_floating(column.least.type):  # NaN, which bounds leave out, is unequal to all and has no order
             true, false = true | (self.operator == "!="), false | (self.operator != "!=")
         return Outcomes(true & column.values, false & column.values, column.nulls)
+
+
+def _both(one: Outcomes, other: Outcomes) -> Outcomes:
+    null = (one.null | other.null) & (one.true | one.null) & (other.true | other.null)
+    return Outcomes(one.true & other.true, one.false | other.false, null)
+
+
+def _either(one: Outcomes, other: Outcomes) -> Outcomes:
+    null = (one.null | other.null) & (one.false | one.null) & (other.false | other.null)
+    return Outcomes(one.true | other.true, one.false & other.false, null)
 
 
 def _sampled(share_and_seed: tuple[float, int], origin: Origin | None) -> pa.ChunkedArray:

@@ -1,11 +1,14 @@
 """Filters of columns whose types Python has no values of, and of those that compare with no literal."""
 
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recsys.data.conditions import Bounds
 from recsys.data.filters import parse_filter
 from recsys.data.parquet import open_dataset, read_column
 from recsys.errors import UserError
@@ -46,3 +49,15 @@ def test_names_of_columns_are_taken_as_they_are_written(tmp_path: Path, name: st
     pq.write_table(pa.table({"row": [0, 1], name: [1, 2]}), tmp_path / "a.parquet")
     dataset = open_dataset("data.train", str(tmp_path), {"row": "key"}, filter=f"row < 2 and\n {name} > 1")
     assert read_column(dataset, "row").to_pylist() == [1]
+
+
+def test_a_long_list_of_literals_takes_little_memory_for_many_row_groups() -> None:
+    row_groups, dtypes = 2000, pa.schema({"x": pa.int64()})
+    condition = parse_filter(f"x in {list(range(0, 4000, 4))}").bind(dtypes)
+    ends, some, all_of_them = pa.array(range(row_groups)), np.arange(row_groups) % 3 > 0, np.ones(row_groups, bool)
+    tracemalloc.start()
+    outcomes = condition.outcomes({"x": Bounds(ends, ends, some, all_of_them)}, row_groups)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200 * row_groups  # a byte for each literal and row group would be 1000
+    assert np.array_equal(outcomes.true, np.arange(row_groups) % 4 == 0) and np.array_equal(outcomes.null, some)
