@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,11 +153,15 @@ class Condition:
         # The types of literals for decimals differ, and no one type may hold them all; and -0.0 is 0, but not in [0].
         if pa.types.is_decimal(values.type) or pa.types.is_floating(values.type):
             return reduce(pc.or_kleene, (pc.equal(values, scalar) for scalar in self.value))
+        # The kernel says false for null, and `not in` would take it.
+        return pc.if_else(pc.is_valid(values), pc.is_in(values, self._literals), pa.scalar(None, pa.bool_()))
+
+    @cached_property
+    def _literals(self) -> pa.Array:
+        """The literals of `in`, in one type; made once, since that of thousands takes longer than to look for them."""
         dtypes = {scalar.type for scalar in self.value}
         dtype = dtypes.pop() if len(dtypes) == 1 else pa.int64()
-        literals = pa.array([scalar.cast(dtype) for scalar in self.value], dtype)
-        # The kernel says false for null, and `not in` would take it.
-        return pc.if_else(pc.is_valid(values), pc.is_in(values, literals), pa.scalar(None, pa.bool_()))
+        return pa.array([scalar.cast(dtype) for scalar in self.value], dtype)
 
     def outcomes(self, bounds: Mapping[str, Bounds], n: int) -> Outcomes:
         """Return the possible outcomes in each of `n` row groups, given the bounds of some columns."""

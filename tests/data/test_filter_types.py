@@ -61,3 +61,5 @@ def test_a_long_list_of_literals_takes_little_memory_for_many_row_groups() -> No
     tracemalloc.stop()
     assert peak < 200 * row_groups  # a byte for each literal and row group would be 1000
     assert np.array_equal(outcomes.true, np.arange(row_groups) % 4 == 0) and np.array_equal(outcomes.null, some)
+    [inner] = condition.parts
+    assert inner._literals is inner._literals  # nor are they converted again for each row group
