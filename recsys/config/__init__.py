@@ -17,7 +17,7 @@ from recsys.config.choices import (
     ShardingChoice,
 )
 from recsys.config.idle import idle_settings
-from recsys.config.load import as_value, config_text, load_config
+from recsys.config.load import config_text, load_config
 from recsys.config.model import ModelConfig, Needs
 from recsys.config.schema import (
     Config,
@@ -30,3 +30,4 @@ from recsys.config.schema import (
     TableOptimizerConfig,
 )
 from recsys.config.serving import DistillConfig, PublishConfig, SparsityConfig
+from recsys.config.values import as_value

@@ -1,7 +1,6 @@
 """Loading of a config: YAML plus `key=value` into a checked `Config`; a mistake is a sentence with the full key."""
 
 import dataclasses
-import json
 import os
 import re
 import types
@@ -31,6 +30,7 @@ from recsys.config.names import MOST_YAML_NODES, run_name_of
 from recsys.config.nodes import nodes_of
 from recsys.config.ranges import expand_override, without_ranges
 from recsys.config.schema import Config
+from recsys.config.values import refuse_comment
 from recsys.errors import UserError, nearest
 
 # Settings of --debug, which the user's own `key=value` override: one thread, no reading ahead, a slice of the data.
@@ -181,23 +181,15 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-def as_value(text: object) -> str:
-    """Return a text, such as a path, as the value of a `key=value`: in quotes if YAML would read something else."""
-    try:
-        is_read = OmegaConf.from_dotlist([f"key={text}"]).key == str(text)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError):
-        is_read = False
-    return str(text) if is_read else json.dumps(str(text), ensure_ascii=False)
-
-
 def _parse_override(text: str) -> dict[str, Any]:
-    key, separator, _ = text.partition("=")
+    key, separator, value = text.partition("=")
     if key.strip() == "base":
         raise UserError(f"'{text}': base stands in a config file alone, whose keys go over those of the file it names")
     if not separator or not all(name.strip() for name in key.split(".")) or "[" in key:
         raise UserError(f"'{text}' is not of the form key=value, such as train.epochs=3")
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([text]))
+        refuse_comment(value)
     except KeyValidationError as error:
         raise UserError(_wrong_name(error)) from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:

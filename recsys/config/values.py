@@ -1,0 +1,30 @@
+"""Values of `key=value`, which are YAML: texts written as such, and comments in them refused."""
+
+import json
+import re
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+def as_value(text: object) -> str:
+    """Return a text, such as a path, as the value of a `key=value`: in quotes if YAML would read something else."""
+    return str(text) if _read(str(text)) == str(text) else json.dumps(str(text), ensure_ascii=False)
+
+
+def refuse_comment(value: str) -> None:
+    """Raise a ValueError if a value has a comment, as a path does with a blank before a `#`."""
+    for sign in re.finditer(r"(^|\s)#", value):
+        if _read(value[: sign.start()]) == _read(value):
+            comment = value[sign.start() :].strip()
+            raise ValueError(f"'{comment}' would be a comment; put the value in quotes of its own, '\"…\"'")
+
+
+def _read(value: str) -> Any:
+    """Return what a value is read as; of what is no YAML an exception, which equals nothing else."""
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"key={value}"]))["key"]  # type: ignore[index,call-overload]
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        return error
