@@ -150,9 +150,10 @@ class Condition:
     def _test(self, values: pa.Array) -> pa.Array:
         if self.operator != "in":
             return KERNELS[self.operator](values, self.value)
-        # The types of literals for decimals differ, and no one type may hold them all; and -0.0 is 0, but not in [0].
-        if pa.types.is_decimal(values.type) or pa.types.is_floating(values.type):
+        if pa.types.is_decimal(values.type):  # the types of literals differ, and no one type may hold them all
             return reduce(pc.or_kleene, (pc.equal(values, scalar) for scalar in self.value))
+        if pa.types.is_floating(values.type):
+            values = _unsigned_zeros(values)
         # The kernel says false for null, and `not in` would take it.
         return pc.if_else(pc.is_valid(values), pc.is_in(values, self._literals), pa.scalar(None, pa.bool_()))
 
@@ -161,7 +162,8 @@ class Condition:
         """The literals of `in`, in one type; made once, since that of thousands takes longer than to look for them."""
         dtypes = {scalar.type for scalar in self.value}
         dtype = dtypes.pop() if len(dtypes) == 1 else pa.int64()
-        return pa.array([scalar.cast(dtype) for scalar in self.value], dtype)
+        literals = pa.array([scalar.cast(dtype) for scalar in self.value], dtype)
+        return _unsigned_zeros(literals) if pa.types.is_floating(dtype) else literals
 
     def outcomes(self, bounds: Mapping[str, Bounds], n: int) -> Outcomes:
         """Return the possible outcomes in each of `n` row groups, given the bounds of some columns."""
@@ -275,6 +277,11 @@ def _scalar(dtype: pa.DataType, literal: Any) -> pa.Scalar:
 def _comparable(values: Any) -> Any:
     """Return an array or scalar in a type that Arrow's kernels compare: halves as float32, others as they are."""
     return values.cast(pa.float32()) if pa.types.is_float16(values.type) else values
+
+
+def _unsigned_zeros(floats: pa.Array) -> pa.Array:
+    """Return floats with 0 in place of -0, which is equal to it, but which Arrow does not find among others."""
+    return pc.add(floats, pa.scalar(0.0, floats.type))
 
 
 def _fits(dtype: pa.DataType, literal: int) -> bool:
