@@ -22,7 +22,7 @@ from recsys.errors import UserError
 
 LIST_MODELS = ("sasrec", "simplex", "ultragcn")
 _NO_LIST_ITEMS = ("bool", "binary", "odd decimal")  # two numbers may be one id
-_SHARE = 0.2  # of runs that a setting is drawn for
+_SHARE = 0.3  # of runs that a setting is drawn for
 _WIRES = ["FP16", "BF16"]
 _SPLITS = ["data_parallel", "table_wise", "row_wise", "column_wise"]
 _MACHINE_SPLITS = ["table_row_wise", "table_column_wise", "grid_shard"]
@@ -43,7 +43,7 @@ _SCHEDULES = [
     {"name": name, "warmup_steps": warmup, **more}
     for name, more in (
         *(("constant", {}), ("linear", {}), ("cosine", {"final_factor": 0.1})),
-        *(("plateau", {}), ("plateau", {"plateau_factor": 0.1, "plateau_patience": 2})),
+        *(("plateau", {}), ("plateau", {}), ("plateau", {"plateau_factor": 0.1, "plateau_patience": 2})),
     )
     for warmup in (0, 3)
 ]
@@ -87,7 +87,7 @@ SETTINGS: dict[str, list[Any]] = {
     "train.activation_checkpointing": [True],
     "train.dense_sharding": ["optimizer"],
     "train.compile": [True],
-    "train.early_stop": ["METRIC"],
+    "train.early_stop": ["METRIC"],  # one of the model's
     "optimizer.schedule": _SCHEDULES,
     "train.distill": [{"column": "teacher", "weight": 0.3}, {"column": "teacher", "temperature": 3}],
     "train.publish": [{"every_steps": 3, "tables": tables} for tables in ("fp32", "stored", "fp16", "int8", "int4")]
