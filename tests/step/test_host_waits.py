@@ -12,16 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torchgen
+from gpu_order import step_as_gpus
 from launch import fork_train, losses_of
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchgen.gen import ParsedYaml, parse_native_yaml
 from torchgen.model import DispatchKey
-
-from recsys.step import pipeline
-from recsys.step.pipeline import CopyingPipeline, OverlappedPipeline
-from recsys.step.step import DenseHalf
-from recsys.tables import shard
 
 CONFIG = "configs/dlrm_sample.yaml"
 # Read the values of a tensor, or copy values out of memory that is not page-locked.
@@ -92,13 +88,8 @@ class Operators(TorchDispatchMode):
 
 
 def count_waits() -> None:
-    """Count in the order of a GPU's step, by the pipeline of one GPU, or by torchrec's, which has its own lookup."""
-    of_gpu: Any = CopyingPipeline
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        of_gpu = OverlappedPipeline
-        shard.local_lookups = lambda *_: (None, [])
-    pipeline.PlainPipeline = of_gpu  # type: ignore[misc]
-    DenseHalf.late_exchange = property(lambda self: True, lambda self, late: None)  # type: ignore[assignment]
+    """Count in the order of a GPU's step."""
+    of_gpu = step_as_gpus()
     progress, step, found = of_gpu.progress, 0, Counter[tuple[str, str]]()
     operators: set[str] = set()
 

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from checkpoints import load_tables
+from gpu_order import step_as_gpus
 from launch import ROOT, evaluate, fork_train, run_recsys
 from random_config import keys
 from random_promises import base, drawn_keys, write
@@ -127,6 +128,17 @@ def check_ranks(it: RandomRun) -> None:
         assert it.several[0][step] == pytest.approx(it.alone[0][step], rel=close, abs=close), step
     if it.alone[0].keys() == it.several[0].keys():
         assert it.alone[1]["data"] == it.several[1]["data"]
+
+
+def check_order_of_gpus(it: RandomRun) -> None:
+    """GPUs have steps in another order, other pipelines and other exchanges than CPUs."""
+    nproc = it.dice.choice([1, it.nproc, it.other])
+    exact, close = it.alone if nproc == 1 else it.several, it.tolerance(1e-3)
+    losses, told = it.train("as-gpus", nproc, before=step_as_gpus)
+    assert losses.keys() == exact[0].keys() or "early_stop" in it.config["train"]
+    for step in losses.keys() & exact[0].keys():
+        assert losses[step] == pytest.approx(exact[0][step], rel=close, abs=close), step
+    assert told["bad_steps"] == exact[1]["bad_steps"]
 
 
 def check_resume(it: RandomRun) -> None:
@@ -281,7 +293,10 @@ def check_others(it: RandomRun) -> None:
     assert "Traceback" not in done.stderr and (not done.returncode or "error: " in done.stderr), done.stderr[-3000:]
 
 
-OPTIONAL = (check_publication, check_export, check_compression, check_start, check_teacher, check_tables, check_others)
+OPTIONAL = (
+    *(check_order_of_gpus, check_publication, check_export, check_compression, check_start, check_teacher),
+    *(check_tables, check_others),
+)
 
 
 @pytest.mark.slow
