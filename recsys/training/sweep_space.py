@@ -138,14 +138,14 @@ class Space:
                 ends, step = [*map(to_number, ends)], step if step is None else to_number(step)
                 is_range = ends[0] < ends[1] and (option != "log" or ends[0] > 0) and (step is None or step > 0)
                 is_range &= all(map(math.isfinite, (*ends, step or 0)))
-            except (ValueError, OverflowError):  # no number, or a whole one that no float holds
+                if is_range and step is not None:
+                    ends[1] = _last_step(ends[0], ends[1], step)
+            except (ValueError, ArithmeticError):  # no number, one that no float holds, or more steps than can be told
                 is_range = False
             if not is_range:
                 raise UserError(
                     f"--space: {key}={text} is no range; write LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP or a list"
                 )
-            if step is not None:
-                ends[1] = _last_step(ends[0], ends[1], step)
             bounds[key] = [*ends, option if option == "log" else step]
         return bounds
 

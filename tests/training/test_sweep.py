@@ -67,6 +67,7 @@ def test_choices_are_read_as_configs_are(tmp_path: Path) -> None:
         "a=0..1:log",
         "a=x..y",
         "a=1..9:0",
+        "a=1..2:1e-30",
         "a=[]",
         "no/such/file",
         "a=1..inf",
