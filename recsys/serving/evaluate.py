@@ -186,7 +186,8 @@ def _name(value: pa.Scalar) -> str:
     if not value.is_valid:
         return "null"
     try:
-        name = str(value.as_py())
+        found = value.as_py()
+        name = str(found + 0.0 if isinstance(found, float) else found)  # -0.0 and 0.0 are one value
         return repr(name) if name == "null" else name
     except ValueError:  # a time with nanoseconds, which Python's has not
         return value.cast(pa.string()).as_py()

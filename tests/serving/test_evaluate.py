@@ -183,6 +183,7 @@ def test_slices_of_times_with_nanoseconds() -> None:
 def test_a_text_that_reads_as_null_is_a_slice_of_its_own() -> None:
     names = _slices(None, Extras(by="device"))  # type: ignore[arg-type]
     assert names(pa.array(["null", None, "ios", "None"])) == ["'null'", "null", "ios", "None"]
+    assert names(pa.array([-0.0, 0.0, -0.5])) == ["0.0", "0.0", "-0.5"]
 
 
 def test_cold_ids_of_a_struct_are_refused(tmp_path: Path) -> None:
