@@ -60,7 +60,7 @@ SETTINGS: dict[str, list[Any]] = {
     "data.max_rows": [150, 1000],
     "data.filter": [
         *("extra > 0.1", {"train": "extra > 0.3 or extra is None"}, {"test": "part == 1", "train": "part in [0, 1]"}),
-        *({"train": "sampled(0.6, 7)"}, {"valid": "not (extra < 0.5)", "items": "sampled(0.9)"}),
+        *({"train": "sampled(0.6, 7)"}, {"valid": "not (extra < 0.5)", "items": "sampled(0.9, 7)"}),
     ],
     "data.verify_checksums": [False],
     "data.retries": [0],
