@@ -169,11 +169,13 @@ def _remove_stale(path: Path, earlier: str | None, refusal: str) -> None:
             holder = _parsed(content)
             if earlier is None or holder.get("id") != earlier:
                 _await_end(path, file, holder, refusal)
+            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # another run was faster, and may hold it
+                return
             aside = path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
             path.rename(aside)
         if aside.read_bytes() == content:
             aside.unlink()
-        else:  # another run was faster
+        else:  # another run was faster by less than that
             aside.rename(path)
     except FileNotFoundError:  # it has released the lock
         return

@@ -136,6 +136,20 @@ def test_one_of_many_gets_it(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".lock*"))
 
 
+def test_the_lock_of_a_faster_run_is_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who judged the one before it would have it away for a moment, in which a third could take the folder."""
+    path = leave(tmp_path)
+
+    def judge(*_: object) -> None:
+        path.unlink()
+        path.write_text("of a faster run")
+
+    monkeypatch.setattr(run_lock, "_await_end", judge)
+    monkeypatch.setattr(Path, "rename", lambda *_: pytest.fail("it was moved"))
+    run_lock._remove_stale(path, None, "")
+    assert path.read_text() == "of a faster run"
+
+
 def test_on_another_machine_the_time_of_the_lock_tells(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, ended = leave(tmp_path), threading.Event()
 
