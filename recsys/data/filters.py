@@ -65,15 +65,15 @@ def parse_filter(text: str) -> Condition:
     try:
         source = f"({text}\n)"
         tree = ast.parse(source, mode="eval")
-        return _Parser(source, " ".join(text.split())).condition(tree.body)
+        return _Parser(source.encode().splitlines(), " ".join(text.split())).condition(tree.body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         why = _hint(text) or getattr(error, "msg", None) or "it is nested too deeply"
         raise UserError(f"{KEY}: '{' '.join(text.split())}' cannot be understood ({why})") from error
 
 
 class _Parser:
-    def __init__(self, source: str, text: str) -> None:
-        self._source, self._text = source, text
+    def __init__(self, lines: list[bytes], text: str) -> None:
+        self._lines, self._text = lines, text
 
     def condition(self, node: ast.expr) -> Condition:
         if isinstance(node, ast.BoolOp):
@@ -119,7 +119,7 @@ class _Parser:
             if node.id in _CONSTANTS:
                 self._refuse(node, f"write {_CONSTANTS[node.id]}, or col('{node.id}') for the column")
             # Python takes µ and μ for one letter, and ö of one sign and of two; the names of columns differ by them.
-            return ast.get_source_segment(self._source, node)
+            return self._lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "col":
             if len(node.args) == 1 and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
                 return node.args[0].value
