@@ -286,7 +286,9 @@ def test_flipped_bits_in_page_headers_change_no_values(tmp_path):
         try:
             table = flipped.read(place, bit, group)
         except BadDataError as error:
-            assert f"column '{name}' of row group {group} of '{flipped.path}' cannot be read" in str(error)
+            unread = f"column '{name}' of row group {group} of '{flipped.path}' cannot be read"
+            # The digest of a footer is of what is read with it too, so that a file that is short is changed by any bit.
+            assert unread in str(error) or "is not what it was when the run began" in str(error)
             found += 1
             continue
         assert table.to_pydict() == whole[group].to_pydict(), (place, bit, name)
