@@ -144,7 +144,7 @@ def rehearse_run(config: Config, price_per_hour: float | None = None) -> DryRun:
 
 
 def _fit(
-    config: Config, data: DataFacts, topology: Topology, inputs: Inputs | None = None
+    config: Config, data: DataFacts, topology: Topology, inputs: Inputs | None
 ) -> tuple[Config, DataFacts, Fitted]:
     """Return the config as changed by memory.fit, the facts of the data as it reads them, and the result of it."""
     fitter, allowed = Fitter(config, data, topology, inputs=inputs), config.memory.allow
