@@ -142,7 +142,7 @@ def test_what_is_missing_is_told_of_the_place_that_is_short(options: tuple[str, 
     config = load_config(CONFIG, ["topology.device=cuda", "topology.device_memory=80GiB", *small, *options])
     topology = topology_of(config)
     with rehearse_world(1, 1, topology.device):
-        *_, told = _fit(config, FACTS, topology)
+        *_, told = _fit(config, FACTS, topology, None)
     assert told.missing
     if options == HOST:
         assert told.advice.count(" MiB of 2,048 MiB of host memory") == 2
@@ -277,7 +277,7 @@ def test_a_dry_run_that_nothing_fits_says_what_would_be_enough() -> None:
     options = ["tables.user.num_embeddings=20000000", "optimizer.tables.name=adagrad", "memory.budget=1500MiB"]
     config = load_config(CONFIG, [*options, "train.global_batch_size=64"])
     with rehearse_world(1, 1, topology_of(config).device):
-        *_, found = _fit(config, FACTS, topology_of(config))
+        *_, found = _fit(config, FACTS, topology_of(config), None)
         *changes, told = found.sentences()
         assert found.missing > 0 and len(changes) == len(found.as_json()) > 0
         for line, change in zip(changes, found.as_json(), strict=True):
@@ -285,7 +285,7 @@ def test_a_dry_run_that_nothing_fits_says_what_would_be_enough() -> None:
             assert change["saved_bytes"] >= 0
         assert "missing over all ranks; memory.allow=[row_wise_state] would be enough: otherwise" in told
         config = replace(config, memory=replace(config.memory, allow=tuple(found.allow)))
-        *_, found = _fit(config, FACTS, topology_of(config))
+        *_, found = _fit(config, FACTS, topology_of(config), None)
         (line,) = found.sentences()
     assert not found.missing and found.allow == [] and line.endswith("; something else is learned)")
     assert found.as_json()[0]["saved_bytes"] == pytest.approx(20_000_000 * 7 * 4, rel=0.01)
