@@ -125,7 +125,7 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
 
 def predict(arguments: Sequence[str], command: str) -> int:
     """Predict, recommend or write vectors; return the exit status 0, or end the process with a mistake of the user."""
-    parser = _parser_of_run(f"recsys {command}", command)
+    parser = _parser_of_run(command)
     if command == "embeddings":
         parser.add_argument("name", metavar="NAME", help="item, user, or a table (also tables.NAME)")
         about = "Parquet: users, items in place of data.items, or rows with ids of the table"
@@ -153,9 +153,9 @@ def predict(arguments: Sequence[str], command: str) -> int:
         return score(run, words.data, words.out, words.keep)
 
 
-def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
+def compress(arguments: Sequence[str]) -> int:
     """Compress a run; return the exit status 0, or end the process with a mistake of the user in one sentence."""
-    parser = _parser_of_run(prog, "compress")
+    parser = _parser_of_run("compress")
     add_out(parser, "folder of the compressed run, not there or empty", "data.valid")
     add_compression(parser)
     with mistakes_told():
@@ -172,17 +172,17 @@ def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
         return compress_run(run, trained, words.out, request)
 
 
-def semantic_ids(arguments: Sequence[str], prog: str = "recsys semantic-ids") -> int:
+def semantic_ids(arguments: Sequence[str]) -> int:
     """Write codes of items; return the exit status 0, or end the process with a mistake of the user in one sentence."""
     with mistakes_told():
         from recsys.serving.semantic_ids import main as write_codes
 
-        return write_codes(arguments, prog, _description("semantic-ids"))
+        return write_codes(_parser_of("semantic-ids"), arguments)
 
 
-def sweep(arguments: Sequence[str], prog: str = "recsys sweep") -> int:
+def sweep(arguments: Sequence[str]) -> int:
     """Search over settings; return the exit status 0, or end the process with a mistake of the user in one sentence."""
-    parser = Parser(prog, description=_description("sweep"))
+    parser = _parser_of("sweep")
     add_sweep(parser)
     with mistakes_told():
         words = parser.parse_intermixed_args(arguments)
@@ -200,11 +200,11 @@ def sweep(arguments: Sequence[str], prog: str = "recsys sweep") -> int:
         return Sweep(*trained, space, words.out, words.trials, words.seeds, words.jobs, metric, words.bytes).run()
 
 
-def calibrate(arguments: Sequence[str], prog: str = "recsys calibrate") -> int:
+def calibrate(arguments: Sequence[str]) -> int:
     """Measure devices; return the exit status 0, or end the process with a mistake of the user in one sentence."""
     from recsys.config.choices import Device
 
-    parser = Parser(prog, description=_description("calibrate"))
+    parser = _parser_of("calibrate")
     add_calibration(parser, Device.__members__)
     with mistakes_told():
         words = parser.parse_args(arguments)
@@ -217,11 +217,11 @@ def calibrate(arguments: Sequence[str], prog: str = "recsys calibrate") -> int:
         return measure(words.out, Device[words.device], words.threads)
 
 
-def export(arguments: Sequence[str], prog: str = "recsys export") -> int:
+def export(arguments: Sequence[str]) -> int:
     """Export a run; return the exit status 0, or end the process with a mistake of the user in one sentence."""
     from recsys.config.choices import TableEncoding
 
-    parser = _parser_of_run(prog, "export")
+    parser = _parser_of_run("export")
     add_out(parser, "folder to write, which is not there or empty", "data.items")
     encodings, about = [encoding.name for encoding in TableEncoding], "how rows of tables are written (fp32)"
     parser.add_argument("--tables", choices=encodings, default="fp32", help=about)
@@ -234,7 +234,7 @@ def export(arguments: Sequence[str], prog: str = "recsys export") -> int:
 
 def report(arguments: Sequence[str], command: str) -> int:
     """Write a page on one run or several; return the exit status 0, or end the process with a mistake of the user."""
-    parser = Parser(f"recsys {command}", description=_description(command))
+    parser = _parser_of(command)
     many = "+" if command == "compare" else 1
     parser.add_argument("runs", metavar="RUN", type=Path, nargs=many, help="run directory")
     parser.add_argument("--out", metavar="FILE", type=Path, help="default: RUN/report.html, or compare.html here")
@@ -247,9 +247,14 @@ def report(arguments: Sequence[str], command: str) -> int:
     return 0
 
 
-def _parser_of_run(prog: str, command: str) -> Parser:
+def _parser_of(command: str, prog: str | None = None, **settings: Any) -> Parser:
+    about = COMMANDS[command]
+    return Parser(prog or f"recsys {command}", description=f"{about[0].upper()}{about[1:]}.", **settings)
+
+
+def _parser_of_run(command: str) -> Parser:
     """Return a parser for a command on a finished run, with its first argument."""
-    parser = Parser(prog, description=_description(command))
+    parser = _parser_of(command)
     parser.add_argument("run", metavar="RUN", help="run directory, or one of its checkpoints")
     parser.add_argument("--trust-code", action="store_true", help="import the class that the run names as its model")
     return parser
@@ -309,12 +314,8 @@ def _job(words: argparse.Namespace) -> Callable[[], int]:
 
 
 def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namespace:
-    parser = Parser(
-        prog,
-        description=_description(command),
-        epilog=str(__doc__).partition("\n\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    examples, as_written = str(__doc__).partition("\n\n")[2], argparse.RawDescriptionHelpFormatter
+    parser = _parser_of(command, prog, epilog=examples, formatter_class=as_written)
     if command == "evaluate":
         options = "[--by COLUMN [--cold N]] [--group COLUMN] [--bootstrap N] [--importance [REPEATS]] [--trust-code]"
         parser.usage = f"{prog} RUN [DATA …] [key=value …] {options}"
@@ -340,10 +341,6 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
     if words.command == "evaluate":
         words.overrides = with_data(words.overrides)
     return words
-
-
-def _description(command: str) -> str:
-    return f"{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}."
 
 
 if __name__ == "__main__":

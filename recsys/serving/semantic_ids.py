@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 
 from recsys.errors import UserError
 from recsys.runtime.arguments import Parser, positive
-from recsys.runtime.files import replacing
-from recsys.runtime.parquet import prepare_parquet
+from recsys.runtime.parquet import prepare_parquet, write_parquet
 
 _AT_ONCE = 1 << 22  # distances, of vectors and centres
 _MOST_ROUNDS = 50
@@ -127,8 +126,7 @@ def semantic_ids(source: Path, out: Path, levels: int, number: int, seed: int) -
     table = table.drop_columns(["vector"])
     for name, numbers in zip(new_columns, [*codes.codes.T, same], strict=True):
         table = table.append_column(name, pa.array(numbers))
-    with replacing(out) as aside:
-        pq.write_table(table, aside, compression="zstd", write_page_checksum=True)
+    write_parquet(out, [table])
     for level, left in enumerate(codes.unexplained, start=1):
         yield f"level {level}: {left:.1%} of the variance left"
     different, most = int((same == 0).sum()), same.max() + 1
@@ -163,9 +161,8 @@ def _vectors(column: pa.ChunkedArray, source: Path) -> np.ndarray:
     return numbers
 
 
-def main(arguments: Sequence[str], prog: str, about: str) -> int:
-    """Carry out `recsys semantic-ids`; return the exit status 0."""
-    parser = Parser(prog, description=about)
+def main(parser: Parser, arguments: Sequence[str]) -> int:
+    """Carry out `recsys semantic-ids`, whose arguments the parser gets here; return the exit status 0."""
     parser.add_argument("vectors", metavar="VECTORS", type=Path, help="folder of `recsys embeddings RUN item`")
     parser.add_argument("out", metavar="OUT.parquet", type=Path, help="file to write: items with their codes, code_1 …")
     parser.add_argument("--levels", type=positive, default=3, help="codes of an item (3)")

@@ -9,6 +9,7 @@ import pytest
 
 from recsys.__main__ import main
 from recsys.errors import UserError
+from recsys.runtime.arguments import Parser
 from recsys.serving.semantic_ids import main as semantic_ids_main
 from recsys.serving.semantic_ids import residual_codes, semantic_ids
 
@@ -151,4 +152,4 @@ def test_columns_and_seeds_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a column 'same', which is to be written"):
         list(semantic_ids(tmp_path / "a.parquet", tmp_path / "out.parquet", 3, 8, 1))
     with pytest.raises(UserError, match="--seed must be at least 0, got -1"):
-        semantic_ids_main([f"{tmp_path}/a.parquet", f"{tmp_path}/out.parquet", "--seed", "-1"], "recsys", "")
+        semantic_ids_main(Parser(), [f"{tmp_path}/a.parquet", f"{tmp_path}/out.parquet", "--seed", "-1"])
