@@ -115,12 +115,13 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
 
 
 def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
-    """Run one converter of `recsys.datasets.prepare`; return the exit status: 0, or 1 for a mistake of the user."""
+    """Convert data; return the exit status 0, or end the process with a mistake of the user in one sentence."""
     exit_unless_installed("numpy", "pyarrow")
     from recsys.datasets.prepare import prepare as run_converter
 
-    with mistakes_told():
-        return run_converter(arguments, prog)
+    with mistakes_told(if_stopped="nothing is left of it"):
+        run_converter(arguments, prog)
+    return 0
 
 
 def predict(arguments: Sequence[str], command: str) -> int:
@@ -140,7 +141,7 @@ def predict(arguments: Sequence[str], command: str) -> int:
     parser.add_argument("--keep", metavar="COLUMNS", type=names, help=about)
     if command == "recommend":
         parser.add_argument("--k", type=positive, default=20, help="items for each row (20)")
-    with mistakes_told(goes_on=True):
+    with mistakes_told(if_stopped="the same command goes on with OUT"):
         words, run = _run_named_by(parser, arguments)
         from recsys.serving.embeddings import embeddings
         from recsys.serving.predict import predict as score

@@ -30,7 +30,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
         (["train", SAMPLE, "--epochs=3"], 2, "--epochs=3; changes are written key=value, and recsys train --help"),
         (["dry-run", SAMPLE, "--debug"], 2, "unrecognized arguments: --debug"),
         (["evaluate", "nowhere"], 1, "'nowhere' does not exist"),
-        (["prepare", "csv"], 2, "recsys prepare csv: the following arguments are required: INPUT, --out"),
+        (["prepare", "csv"], 2, "required: INPUT, --out; recsys prepare csv --help tells the rest"),
         (["tables", "export", "a"], 2, "required: TABLE, OUT.parquet; recsys tables export --help tells the rest"),
         (
             ["tables", "export", "configs", "item", "x"],

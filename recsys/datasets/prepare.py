@@ -17,59 +17,38 @@ data/README.md describes the columns that are written and the rules for your own
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from recsys.datasets import delimited, histories, interactions, movielens, synthetic, writer
-from recsys.errors import TerminatedError, UserError, disk_problem
+from recsys.runtime.arguments import Parser
 from recsys.runtime.signals import ending_orderly
 
 _ABOUT = "Write training data as Parquet: a public data set, synthetic logs, or your own delimited files."
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
-def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
-    """Run one converter.
+def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> None:
+    """Run one converter, and print what it has written.
 
     Args:
         arguments: the words of the command line after `prog`.
         prog: what the user has called, for messages.
 
-    Returns:
-        The exit status: 0, 1 for a mistake of the user, which is told in one line, 130 for Ctrl-C or 143 for SIGTERM;
-        words that are no command line end the process with 2.
+    Raises:
+        UserError: a mistake in the words, or in what is converted. OSError: a file cannot be written.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM as `TerminatedError`. Nothing is left of the output then, either.
     """
     args = _parser(prog).parse_args(arguments)
-    try:
-        with ending_orderly():
-            if args.run(args) is False:
-                print("already complete, nothing to do:")
-            print(writer.describe(args.out))
-    except (UserError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # of the output, which is no mistake of the user
-            raise
-        print(f"{prog}: {disk_problem(error)}", file=sys.stderr)
-        return 1
-    except TerminatedError:
-        print(f"{prog}: ended by SIGTERM; nothing is left of it", file=sys.stderr)
-        return 143
-    except KeyboardInterrupt:
-        print(f"{prog}: interrupted; nothing is left of it", file=sys.stderr)
-        return 130
-    return 0
+    with ending_orderly():
+        if args.run(args) is False:
+            print("already complete, nothing to do:")
+        print(writer.describe(args.out))
 
 
-def _parser(prog: str) -> _Parser:
-    parser = _Parser(
+def _parser(prog: str) -> Parser:
+    parser = Parser(
         prog=prog,
         description=_ABOUT,
         epilog=str(__doc__).partition("\n\n")[2].format(prog=prog),

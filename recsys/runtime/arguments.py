@@ -155,19 +155,19 @@ def told_by_first_rank() -> Iterator[None]:
 
 
 @contextmanager
-def mistakes_told(debug: bool = False, goes_on: bool = False) -> Iterator[None]:
+def mistakes_told(debug: bool = False, if_stopped: str = "") -> Iterator[None]:
     """End the process with what went wrong, in one sentence where it is the user's to mend; with Ctrl-C in a line.
 
     Args:
         debug: an error of the program itself, and Ctrl-C, go on to the debugger.
-        goes_on: the command, given once more, goes on with what an earlier one has written.
+        if_stopped: what becomes of OUT where Ctrl-C or SIGTERM ends the command, in words.
     """
     try:
         yield
     except KeyboardInterrupt as error:
         if debug:
             raise
-        end_interrupted(error, "the same command goes on with OUT" if goes_on else "", is_first_rank())
+        end_interrupted(error, if_stopped, is_first_rank())
     except Exception as error:
         if debug and not isinstance(error, UserError):
             raise

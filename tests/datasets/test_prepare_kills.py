@@ -14,7 +14,6 @@ from kills import kill
 from launch import fork_train
 
 from recsys.datasets import writer
-from recsys.datasets.prepare import prepare
 
 WORDS = ("prepare", "synthetic", "--rows", "2000", "--valid-rows", "100", "--test-rows", "100", "--users", "50")
 
@@ -39,6 +38,22 @@ def kill_while_renaming() -> None:
 
 def terminate_while_writing() -> None:
     writer.PartWriter._close_file = lambda *_: os.kill(os.getpid(), signal.SIGTERM)  # type: ignore[method-assign]
+
+
+def interrupt_while_writing() -> None:
+    writer.PartWriter._close_file = lambda *_: os.kill(os.getpid(), signal.SIGINT)  # type: ignore[method-assign]
+
+
+def fill_the_disk() -> None:
+    def fail(self: Any, *_: Any) -> None:
+        self.is_failed = True
+        raise OSError(errno.ENOSPC, "Error writing bytes to file")
+
+    def refuse(self: Any) -> None:
+        if getattr(self, "is_failed", False):
+            raise pa.ArrowInvalid("Operation on closed file")
+
+    pq.ParquetWriter.write_table, pq.ParquetWriter.close = fail, refuse
 
 
 def run(out: Path, seed: int, before: Any = None, *more: str) -> Any:
@@ -68,28 +83,20 @@ def test_what_a_kill_leaves_is_whole_and_in_nobodys_way(before: Any, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "two"]
 
 
-def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
-    done = run(tmp_path / "out", 1, terminate_while_writing)
-    assert done.returncode == 143 and done.stderr.endswith("ended by SIGTERM; nothing is left of it\n")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_full_disk_is_told_with_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(self: Any, *_: Any) -> None:
-        self.is_failed = True
-        raise OSError(errno.ENOSPC, "Error writing bytes to file")
-
-    def refuse(self: Any) -> None:
-        if getattr(self, "is_failed", False):
-            raise pa.ArrowInvalid("Operation on closed file")
-
-    monkeypatch.setattr(pq.ParquetWriter, "write_table", fail)
-    monkeypatch.setattr(pq.ParquetWriter, "close", refuse)
-    assert prepare([*WORDS[1:], "--items", "50", "--out", str(tmp_path / "out")]) == 1
-    said = (
-        f"recsys prepare: '{tmp_path}/.out.tmp/train/part-00000.parquet' cannot be written (No space left on device); "
-    )
-    assert capsys.readouterr().err == said + "make room there, and start it again\n"
+@pytest.mark.parametrize(
+    ("before", "status", "said"),
+    [
+        (terminate_while_writing, 143, "ended by SIGTERM; nothing is left of it"),
+        (interrupt_while_writing, 130, "interrupted; nothing is left of it"),
+        (
+            fill_the_disk,
+            1,
+            "error: '{}' cannot be written (No space left on device); make room there, and start it again",
+        ),
+    ],
+)
+def test_what_ends_it_is_a_line_and_leaves_nothing(before: Any, status: int, said: str, tmp_path: Path) -> None:
+    done = run(tmp_path / "out", 1, before)
+    assert done.returncode == status
+    assert done.stderr == said.format(tmp_path / ".out.tmp" / "train" / "part-00000.parquet") + "\n"
     assert not list(tmp_path.iterdir())
