@@ -26,13 +26,13 @@ from recsys.datasets.writer import (
     check_column,
     hash_uniform,
     is_true,
-    names,
     option,
     replacing,
     rows_where,
 )
 from recsys.errors import UserError
 from recsys.ids import hash_column, is_text, raw_times
+from recsys.runtime.arguments import names
 
 TYPES = {name: pa.type_for_alias(name) for name in ("int8", "int32", "int64", "float32", "float64", "string")}
 TYPES["timestamp"] = pa.timestamp("us")
@@ -144,10 +144,9 @@ def _write(reader: _Reader, cut: _Splitter, folder: Path, options: CsvOptions) -
 def _check(options: CsvOptions) -> None:
     check_bounds(options)
     if len(options.delimiter) != 1:
-        replaced = f"sed 's/{options.delimiter or '::'}/\\t/g'"
         raise UserError(
             f"--delimiter must be one character, got {options.delimiter!r}; put one in its place in the files, as by "
-            f"{replaced}"
+            f"sed 's/{options.delimiter or '::'}/\\t/g'"
         )
     if len(options.quote or "") > 1:
         raise UserError(f"--quote must be one character, or '' for none, got {options.quote!r}")

@@ -29,13 +29,13 @@ from recsys.datasets.writer import (
     check_bounds,
     columns_where,
     is_true,
-    names,
     option,
     read_marker,
     replacing,
     rows_where,
 )
 from recsys.errors import UserError
+from recsys.runtime.arguments import names
 from recsys.runtime.files import naming
 
 KIND = "histories"

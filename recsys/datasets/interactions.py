@@ -19,12 +19,12 @@ from recsys.datasets.writer import (
     check_bounds,
     columns_where,
     is_true,
-    names,
     option,
     replacing,
     rows_where,
 )
 from recsys.errors import UserError
+from recsys.runtime.arguments import names
 
 WRITTEN = ("history", "targets", "seen", "neighbours", "neighbour_weights")
 _FILES_HELP = ": the log's rows of it, files or folders; INPUT is then all of train"

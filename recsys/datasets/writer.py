@@ -34,11 +34,6 @@ WHERE_HELP = (
 )
 
 
-def names(text: str) -> list[str]:
-    """The type of an argument that is names separated by commas."""
-    return text.split(",")
-
-
 def option(default: Any, help: str, **settings: Any) -> Any:
     """A field of a converter's options, with its arguments of ``ArgumentParser.add_argument``.
 

@@ -11,6 +11,7 @@ import pytest
 
 from recsys.datasets import delimited
 from recsys.datasets.delimited import CsvOptions, convert_csv
+from recsys.datasets.prepare import prepare
 from recsys.errors import UserError
 
 STRAY = 'id\ttitle\tkind\n1\t"Foo\ta\n2\tBar\tb\n3\tBaz\ta\n4\t"Qux" and\tb\n5\tok\ta\n'
@@ -170,3 +171,5 @@ def test_names_of_columns_that_the_header_has_are_left_out(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"a\.tsv begins with the names that --columns gives.*; leave --columns out"):
         _converted(tmp_path, text, delimiter=",", columns=["user", "item"])
     assert _converted(tmp_path, "1,2\n3,4\n", delimiter=",", columns=["user", "item"])["user"] == [1, 3]
+    prepare(["csv", str(tmp_path / "a.tsv"), "--columns", '"user, no",item', "--out", str(tmp_path / "by command")])
+    assert pq.read_table(tmp_path / "by command").column_names == ["user, no", "item"]
