@@ -115,7 +115,7 @@ def _check_float(key: str, feature: FeatureConfig) -> None:
 
 
 def _check_id(key: str, feature: FeatureConfig) -> None:
-    for name in ("dim", "clip", "log1p", "standardise"):
+    for name in ("dim", "fill", "clip", "log1p", "standardise"):
         if getattr(feature, name) not in (None, False):
             raise UserError(f"config key '{key}.{name}' is for features of type float; drop it, or set type: float")
     if feature.cross is not None:

@@ -14,6 +14,7 @@ from recsys.config.schema import (
     PrecisionConfig,
     ScheduleConfig,
     TableConfig,
+    TableOptimizerConfig,
 )
 from recsys.config.serving import DistillConfig, PublishConfig
 
@@ -30,7 +31,10 @@ _DECIDING: dict[type, Mapping[str, tuple[str, tuple[Any, ...]]]] = {
     PublishConfig: {"every_steps": ("dir", ()), "every_seconds": ("dir", ()), "tables": ("dir", ())},
     DistillConfig: {"scores": ("teacher", ())},
     FeatureConfig: {"keep": ("max_length", ()), "fill": ("nulls", ("reserved",))},
-    TableConfig: {"stochastic_rounding": ("data_type", ("FP16", "FP8"))},
+    TableConfig: {
+        "stochastic_rounding": ("data_type", ("FP16", "FP8")),
+        "cache_load_factor": ("compute_kernel", ("fused_uvm_caching",)),
+    },
 }
 
 
@@ -52,6 +56,10 @@ def idle_settings(config: Config) -> list[str]:
     for key, section in {config.table_optimizer_key(n): config.table_optimizer(n) for n in config.tables}.items():
         unread = {"eps", "beta1", "beta2"} - set(section.name.value.numbers)
         idle += _idle(key, section, {number: ("name", (None,)) for number in sorted(unread)})
+    if all(table.optimizer for table in config.tables.values()) and config.optimizer.tables != TableOptimizerConfig():
+        idle.append("optimizer.tables changes nothing, since each table has an optimizer of its own")
+    if config.train.activation_checkpointing and not config.model.has_mlps():
+        idle.append("train.activation_checkpointing=true changes nothing, since the model has no MLP")
     return idle
 
 

@@ -88,6 +88,10 @@ class ModelConfig:
         """Return what the model reads of the data."""
         return Needs()
 
+    def has_mlps(self) -> bool:
+        """Return whether the model has a `torch.nn.Sequential`, which train.activation_checkpointing is for."""
+        return True
+
     def check(self, config: "Config") -> None:
         """Refuse a section that does not fit the features and tables; bounds of numbers are checked before.
 

@@ -23,6 +23,9 @@ class FMConfig(ModelConfig):
 
     free: ClassVar[tuple[str, ...]] = ("embedding_dropout",)
 
+    def has_mlps(self) -> bool:
+        return False
+
     def check(self, config: Config) -> None:
         check_equal_widths(config, f"model {self.name} multiplies vectors element by element; make them equal")
         if len(config.labels()) > 1:
@@ -84,6 +87,9 @@ class DeepFMConfig(FMConfig):
     free: ClassVar[tuple[str, ...]] = ("embedding_dropout", "dropout")
     shapes: ClassVar = ("mlp",)
     mlps: ClassVar = {"mlp": "mlp"}
+
+    def has_mlps(self) -> bool:
+        return True
 
 
 class DeepFM(FM):

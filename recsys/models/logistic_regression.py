@@ -17,6 +17,9 @@ class LogisticRegressionConfig(ModelConfig):
 
     name: str = "logistic_regression"
 
+    def has_mlps(self) -> bool:
+        return False
+
     def check(self, config: Config) -> None:
         for name, table in config.tables.items():
             if table.model_dim < len(config.labels()):

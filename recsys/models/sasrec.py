@@ -56,6 +56,9 @@ class SASRecConfig(ListConfig):
     shapes: ClassVar = ("dim", "max_length", "feed_forward")
     deciding: ClassVar = {"calibration": ("loss", ("gbce",)), "num_items": ("loss", ("gbce",))}
 
+    def has_mlps(self) -> bool:
+        return self.num_blocks > 0 and self.layer in (SequenceLayer.sasrec, SequenceLayer.original)
+
     def check(self, config: Config) -> None:
         super().check(config)
         for key in ("history", "item_id"):

@@ -50,6 +50,9 @@ class SimpleXConfig(ListConfig):
         "dropout": ("history_share", ()),
     }
 
+    def has_mlps(self) -> bool:
+        return False
+
     def check(self, config: Config) -> None:
         super().check(config)
         check_user_items(self, config, {})

@@ -57,6 +57,9 @@ class UltraGCNConfig(ListConfig):
             super().needs(), sequences=lists, log_shares_of=self.history, training_features=training_features
         )
 
+    def has_mlps(self) -> bool:
+        return False
+
     def check(self, config: Config) -> None:
         super().check(config)
         lists = {} if self.neighbours is None else {"neighbours": self.neighbours}

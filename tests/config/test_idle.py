@@ -3,8 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from recsys.config import idle_settings, load_config
+from recsys.errors import UserError
+from recsys.step.build import build_dense_half
 
 DENSE, TABLES = "optimizer.dense", "optimizer.tables"
 
@@ -25,6 +29,7 @@ DENSE, TABLES = "optimizer.dense", "optimizer.tables"
         ("two_tower_sample", "model.correct_own=false", ["model.logq_correction=true"]),
         ("two_tower_sample", "model.sampling_power=0.5", ["model.sampled_negatives=8"]),
         ("simplex_movielens", "model.negative_weight=2", ["model.loss=binary"]),
+        ("dlrm_sample", "tables.user.cache_load_factor=0.1", ["tables.user.compute_kernel=fused_uvm_caching"]),
         ("sasrec_beauty", "model.num_items=9", ["model.loss=gbce"]),
     ],
 )
@@ -46,3 +51,26 @@ def float_or_text(setting: str) -> float | str:
 def test_an_optimizer_of_several_tables_is_told_of_once() -> None:
     config = load_config("configs/dlrm_sample.yaml", [f"{TABLES}.name=sgd", f"{TABLES}.eps=1e-4"])
     assert idle_settings(config) == [f"{TABLES}.eps=0.0001 changes nothing with {TABLES}.name=sgd"]
+
+
+def test_an_optimizer_of_no_table_is_told() -> None:
+    given, path = [f"{TABLES}.learning_rate=0.2"], "configs/fm_frappe.yaml"
+    tables = load_config(path).tables
+    *others, last = (f"tables.{table}.optimizer={{learning_rate: 0.1}}" for table in tables)
+    assert idle_settings(load_config(path, [*given, *others])) == []
+    (told,) = idle_settings(load_config(path, [*given, *others, last]))
+    assert told == f"{TABLES} changes nothing, since each table has an optimizer of its own"
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_activation_checkpointing_of_a_model_without_mlps_is_told(path: Path) -> None:
+    config = load_config(path, ["train.activation_checkpointing=true"])
+    with torch.device("meta"):
+        model = build_dense_half(config, lambda: (torch.zeros(0), 0)).model
+    told = "train.activation_checkpointing=true changes nothing, since the model has no MLP"
+    assert (told in idle_settings(config)) is not any(isinstance(m, CheckpointWrapper) for m in model.modules())
+
+
+def test_a_value_for_null_ids_is_refused() -> None:
+    with pytest.raises(UserError, match=r"'features\.hour\.fill' is for features of type float"):
+        load_config("configs/dlrm_sample.yaml", ["features.hour.fill=5"])
