@@ -118,15 +118,22 @@ class _Parser:
         if isinstance(node, ast.Name):
             if node.id in _CONSTANTS:
                 self._refuse(node, f"write {_CONSTANTS[node.id]}, or col('{node.id}') for the column")
-            # Python takes µ and μ for one letter, and ö of one sign and of two; the names of columns differ by them.
-            return self._lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
+            return self._written(node, node.col_offset)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "col":
             if len(node.args) == 1 and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
                 return node.args[0].value
             self._refuse(node, "col takes one name in quotes")
-        if isinstance(node, ast.Attribute):
-            return name if re.fullmatch(r"\w+(\.\w+)+", name := ast.unparse(node)) else None
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+            outer = self._column(node.value)
+            return outer and f"{outer}.{self._written(node).rpartition('.')[2].strip()}"
         return None
+
+    def _written(self, node: ast.expr, start: int = 0) -> str:
+        """Return the line in which an expression ends, from byte `start` to its end.
+
+        Python takes µ and μ for one letter, and ö of one sign and of two; the names of columns differ by them.
+        """
+        return self._lines[(node.end_lineno or 0) - 1][start : node.end_col_offset].decode()
 
     def _literal(self, node: ast.expr) -> Any:
         try:

@@ -43,7 +43,7 @@ def test_texts_however_they_are_held(dtype: pa.DataType) -> None:
         assert parse_filter(text).bind(table.schema).mask(table).to_pylist() == [False, True, None]
 
 
-@pytest.mark.parametrize("name", ["µs", "gro\u0308ße", "ﬁle"])
+@pytest.mark.parametrize("name", ["µs", "gro\u0308ße", "ﬁle", "µs.ﬁle"])
 def test_names_of_columns_are_taken_as_they_are_written(tmp_path: Path, name: str) -> None:
     """Python reads these names as others, with which they look alike."""
     pq.write_table(pa.table({"row": [0, 1], name: [1, 2]}), tmp_path / "a.parquet")
