@@ -222,7 +222,7 @@ class Fitter:
         if kernels not in self._shards:
             self._shards[kernels] = planned_shards(config, self._topology)
         dims = [table.embedding_dim for table in config.tables.values()]
-        layers = repr((config.model, config.train, config.precision, dims))
+        layers = repr((config.model, config.train, config.precision, dims, data.most_ids))  # windows decide the last
         if layers not in self._dense:
             self._dense[layers] = rehearse(config, data, rows, self._topology.device)
         return predict(config, data, self._dense[layers], self._topology, self._shards[kernels])

@@ -15,11 +15,11 @@ from recsys.config.choices import ComputeKernel, DataType, Saver
 from recsys.config.device import check_device
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
-from recsys.memory import DataFacts, Decoding
+from recsys.memory import DataFacts, Decoding, autofit
 from recsys.memory.advice import advise
 from recsys.memory.autofit import Fitter
 from recsys.memory.dry_run import _fit, as_json, format_dry_run, rehearse_run
-from recsys.memory.levers import LEVERS, _row_wise_state, with_changes
+from recsys.memory.levers import LEVERS, Change, _row_wise_state, with_changes
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.machine import topology_of
 from recsys.runtime.world import rehearse_world
@@ -150,6 +150,17 @@ def test_what_is_missing_is_told_of_the_place_that_is_short(options: tuple[str, 
     assert [offer.saved > 60 << 30 for offer in told.changes] == [True]  # of the GPU, though the host is short now
     assert " of 81,920 MiB on its GPU, with what memory.fit may change " in told.advice
     assert " of 118,784 MiB of host memory, and " in told.advice
+
+
+def test_longer_lists_of_smaller_windows_take_more_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is of fewer row groups at once then, which may all be those of the longest lists."""
+    config = load_config(CONFIG, ["model.attention={history: item_id}", "train.global_batch_size=4096"])
+    longer = replace(FACTS, most_ids={**FACTS.mean_ids, "history": 50.0})
+    monkeypatch.setattr(autofit, "data_facts", lambda *_: longer)
+    small = with_changes(config, [Change({"data.window_mib": 1}, "")])
+    with rehearse_world(1, 1, topology_of(config).device):
+        fitter, of_small = Fitter(config, FACTS, topology_of(config)), Fitter(small, longer, topology_of(small))
+        assert fitter.fullest(config) < fitter.fullest(small) == of_small.fullest(small)
 
 
 FAST = (TableOptimizer.rowwise_adagrad, TableOptimizer.adam)
