@@ -2,28 +2,21 @@
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import benchmark_training
 
-from recsys.runtime.environment import prepare_environment
-
-prepare_environment()  # before pyarrow is imported
-
-import benchmark_training  # noqa: E402
-
-from recsys.config import load_config  # noqa: E402
-from recsys.data.inputs import Inputs, open_inputs  # noqa: E402
-from recsys.errors import UserError  # noqa: E402
-from recsys.memory import Timeline  # noqa: E402
-from recsys.runtime.versions import installed_versions  # noqa: E402
-from recsys.runtime.world import open_world  # noqa: E402
-from recsys.training.build import Built, build_model  # noqa: E402
-from recsys.training.trainer import Trainer  # noqa: E402
+from recsys.config import load_config
+from recsys.data.inputs import Inputs, open_inputs
+from recsys.errors import UserError
+from recsys.memory import Timeline
+from recsys.runtime.versions import installed_versions
+from recsys.runtime.world import open_world
+from recsys.training.build import Built, build_model
+from recsys.training.trainer import Trainer
 
 # One checkpoint in the middle of a block, or none; the one at the end of a block is in all of them.
 KINDS = ("none", "foreground", "background")

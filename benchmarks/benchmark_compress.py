@@ -6,9 +6,10 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from launcher import earlier, write
 
 from recsys.runtime.logs import git_commit
 
@@ -29,13 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, write: Callable[[Path, dict[str, Any]], Any]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train and compress each seed, and return the summary, which is written after each."""
     asked = {"config": arguments.config, "overrides": arguments.overrides, "compress": arguments.compress}
-    content = json.loads(arguments.out.read_text()) if arguments.out.exists() else {**asked, "seeds": {}}
-    if {key: content[key] for key in asked} != asked:
-        sys.exit(f"{arguments.out} is of {content['config']} {content['compress']}; name another file")
-    summary = content
+    summary = content = {"seeds": {}, **earlier(arguments.out, asked)}
     for seed in [each for each in arguments.seeds if str(each) not in content["seeds"]]:
         content["seeds"][str(seed)] = _of_seed(arguments, seed)
         summary = {**asked, "seeds": content["seeds"], "mean": _means(list(content["seeds"].values()))}

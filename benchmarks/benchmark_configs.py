@@ -6,15 +6,12 @@ and is evaluated. One that the file has already, and one whose data are not ther
 
 import argparse
 import json
-import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmark_peaks import MIB, ROOT, is_near, train
-
-sys.path.insert(0, str(ROOT))
+from launcher import earlier, write
 
 from recsys.config import load_config
 from recsys.runtime.logs import git_commit
@@ -60,15 +57,9 @@ def has_data(config: str) -> bool:
     return all((ROOT / str(path)).exists() for path in paths)
 
 
-def run(
-    arguments: argparse.Namespace, write: Callable[[Path | None, dict[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Carry out `benchmark.py configs`."""
-    result: dict[str, Any] = {"overrides": arguments.overrides, "configs": {}}
-    if arguments.out is not None and arguments.out.exists():
-        result = json.loads(arguments.out.read_text())
-        if result["overrides"] != arguments.overrides:
-            sys.exit(f"{arguments.out} is of {result['overrides']}; name another file")
+    result = {"configs": {}, **earlier(arguments.out, {"overrides": arguments.overrides})}
     for config in arguments.configs:
         name = Path(config).stem
         if name in result["configs"]:

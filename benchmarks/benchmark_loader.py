@@ -14,29 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from recsys.runtime.environment import prepare_environment  # noqa: E402
-
-prepare_environment()  # before pyarrow is imported, and for the bare decoding too
-
-import numpy as np  # noqa: E402
-import pyarrow as pa  # noqa: E402
-import pyarrow.parquet as pq  # noqa: E402
-
-from recsys.data.dataset import Dataset, ReadOptions  # noqa: E402
-from recsys.data.loader import Loader, LoaderOptions  # noqa: E402
-from recsys.data.parquet import open_dataset  # noqa: E402
-from recsys.data.spec import (  # noqa: E402
+from recsys.data.dataset import Dataset, ReadOptions
+from recsys.data.loader import Loader, LoaderOptions
+from recsys.data.parquet import open_dataset
+from recsys.data.spec import (
     BatchSpec,
     FloatColumn,
     IdColumn,
 )
-from recsys.ids import HashMapping  # noqa: E402
-from recsys.memory import peak_rss  # noqa: E402
-from recsys.runtime.versions import installed_versions  # noqa: E402
+from recsys.ids import HashMapping
+from recsys.memory import peak_rss
+from recsys.runtime.versions import installed_versions
 
+ROOT = Path(__file__).resolve().parent.parent
 ROW_GROUP_ROWS = 131_072
 IDS = [f"id_{i}" for i in range(26)]
 FLOATS = [f"float_{i}" for i in range(13)]

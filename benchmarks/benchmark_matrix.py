@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from launcher import write
 
 from recsys.config import ComputeKernel, Device, load_config
 from recsys.config.choices import DataType
@@ -141,7 +142,7 @@ def _host_waits(device: torch.device) -> Iterator[Counter[str]]:
     places.update(f"{Path(each.filename).name}:{each.lineno}" for each in caught if "synchroni" in str(each.message))
 
 
-def run(arguments: argparse.Namespace, write: Callable[[Path | None, dict[str, Any]], Any]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Carry out `benchmark.py matrix`; a case that fails is told by its error, and others go on.
 
     Cases that the file to write has are not measured again, so that this can start anew where a GPU gives nothing but

@@ -3,9 +3,8 @@
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
-from launcher import launch_command
+from launcher import launch_command, write
+
+from recsys.runtime.versions import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from recsys.runtime.versions import installed_versions  # noqa: E402
-
 NUM_FLOATS, NUM_RAW_IDS, ROW_GROUP_ROWS = 4, 1 << 22, 20_000
 MIB = 1 << 20
 
@@ -209,7 +206,7 @@ def is_near(predicted: int, measured: int) -> bool:
     return abs(predicted - measured) < max(32 * MIB, 0.05 * measured)
 
 
-def run(arguments: argparse.Namespace, write: Callable[[Path | None, dict[str, Any]], Any]) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Carry out `benchmark.py peaks`; the file is written after each case, and one that fails is told by its error."""
     peaks: dict[str, Any] = {}
     result = {"overrides": arguments.overrides, "peaks": peaks, "versions": installed_versions()}

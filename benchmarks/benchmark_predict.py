@@ -13,21 +13,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from recsys.data.inputs import open_inputs
+from recsys.runtime.versions import installed_versions
+from recsys.runtime.world import open_world
+from recsys.serving.finished import Finished, OpenRun, find_run
+from recsys.serving.predict import scores_of_rows, write_blocks
+from recsys.training.evaluation import evaluate_dataset
+from recsys.training.learning import learn_facts
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from recsys.runtime.environment import prepare_environment  # noqa: E402
-
-prepare_environment()  # before pyarrow is imported
-
-from recsys.data.inputs import open_inputs  # noqa: E402
-from recsys.runtime.versions import installed_versions  # noqa: E402
-from recsys.runtime.world import open_world  # noqa: E402
-from recsys.serving.finished import Finished, OpenRun, find_run  # noqa: E402
-from recsys.serving.predict import scores_of_rows, write_blocks  # noqa: E402
-from recsys.training.evaluation import evaluate_dataset  # noqa: E402
-from recsys.training.learning import learn_facts  # noqa: E402
-
 FILES = 10  # one that is drawn, and its links: nothing that predict keeps goes by what the rows hold
 
 

@@ -1,16 +1,14 @@
 """Peaks of memory, predicted and measured, of runs of random configs and data; see `benchmark.py random --help`."""
 
 import argparse
-import json
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import random_runs
 from benchmark_peaks import MIB, is_near, train
+from launcher import earlier, write
 
 from recsys.runtime.versions import installed_versions
 
@@ -37,15 +35,9 @@ def measure(seed: int, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     ]
 
 
-def run(
-    arguments: argparse.Namespace, write: Callable[[Path | None, dict[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Carry out `benchmark.py random`; seeds that the file to write has already are not run again."""
-    result: dict[str, Any] = {"overrides": arguments.overrides, "ranks": {}, "missed": []}
-    if arguments.out is not None and arguments.out.exists():
-        result = json.loads(arguments.out.read_text())
-        if result["overrides"] != arguments.overrides:
-            sys.exit(f"{arguments.out} is of {result['overrides']}; name another file")
+    result = {"ranks": {}, "missed": [], **earlier(arguments.out, {"overrides": arguments.overrides})}
     ranks, missed = result["ranks"], result["missed"]
     for seed in [each for each in arguments.seeds if str(each) not in ranks]:
         start = time.monotonic()

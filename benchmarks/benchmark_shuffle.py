@@ -1,14 +1,11 @@
 """Distances of neighbouring rows of a file in the order of training; see `benchmark.py shuffle --help`."""
 
 import argparse
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recsys.data.order import EpochOrder, RowGroups, Window, slice_bounds
 

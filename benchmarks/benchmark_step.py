@@ -16,29 +16,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import benchmark_training
+import torch
+from bare_loop import Bare, bare_batch, pinned
+from launcher import launch_command
+from torch.profiler import ProfilerActivity, profile, record_function
+from torchrec import EmbeddingBagCollection
+from torchrec.datasets.utils import Batch as BareBatch
+from torchrec.models.dlrm import DLRM
 
-from recsys.runtime.environment import MALLOC_SETTINGS, prepare_environment
-
-prepare_environment()  # before pyarrow is imported
-
-import benchmark_training  # noqa: E402
-import torch  # noqa: E402
-from bare_loop import Bare, bare_batch, pinned  # noqa: E402
-from launcher import launch_command  # noqa: E402
-from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
-from torchrec import EmbeddingBagCollection  # noqa: E402
-from torchrec.datasets.utils import Batch as BareBatch  # noqa: E402
-from torchrec.models.dlrm import DLRM  # noqa: E402
-
-from recsys.config import Config, load_config  # noqa: E402
-from recsys.data.inputs import Inputs, open_inputs  # noqa: E402
-from recsys.memory import Timeline  # noqa: E402
-from recsys.runtime.versions import installed_versions  # noqa: E402
-from recsys.runtime.world import World, open_world  # noqa: E402
-from recsys.step.pipeline import TimedIterator, build_pipeline  # noqa: E402
-from recsys.training.build import build_model  # noqa: E402
-from recsys.training.trainer import Trainer  # noqa: E402
+from recsys.config import Config, load_config
+from recsys.data.inputs import Inputs, open_inputs
+from recsys.memory import Timeline
+from recsys.runtime.environment import MALLOC_SETTINGS
+from recsys.runtime.versions import installed_versions
+from recsys.runtime.world import World, open_world
+from recsys.step.pipeline import TimedIterator, build_pipeline
+from recsys.training.build import build_model
+from recsys.training.trainer import Trainer
 
 ROWS = 2_097_152
 NUM_EMBEDDINGS, DIM = 200_000, 16
@@ -177,28 +172,33 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
                 shown = {name: round(value, 3 if name == "wait_share" else None) for name, value in last.items()}
                 print(f"batch {batch_size}, repeat {repeat}: {shown}", flush=True)
         # The first warms up.
-        medians = {name: statistics.median(values[1:]) for name, values in rates.items() if values}
+        counted: dict[str, list[float]] = {name: values[1:] for name, values in rates.items() if values}
+        counted["ours_threads"] = [ours.num_threads]
         if arguments.only:
-            return medians | {"ours_threads": ours.num_threads}
-        best = max(arguments.threads, key=lambda threads: medians[f"bare_{threads}"])
-        ratios = [a / b for a, b in zip(rates["ours"][1:], rates[f"bare_{best}"][1:], strict=True)]
-        result = {
-            "bare_rows_per_second": round(medians[f"bare_{best}"]),
-            "ours_rows_per_second": round(medians["ours"]),
-            "ratio": round(statistics.median(ratios), 4),
-            "ratios": [round(ratio, 4) for ratio in ratios],
-            "ranks": world.world_size,
-            "device": world.device.type,
-            "sharding": arguments.sharding,
-            "bare_threads": best,
-            "ours_threads": ours.num_threads,
-            "wait_share": round(medians["wait_share"], 4),
-            "bare_rows_per_second_by_threads": {t: round(medians[f"bare_{t}"]) for t in arguments.threads},
-            "ours_ms": ours.profile(PROFILED_STEPS),
-            "bare_ms": _profile(bare, best),
-        }
+            return {name: statistics.median(values) for name, values in counted.items()}
+        result = compared(counted, arguments, world.world_size)
+        parts = {"ours_ms": ours.profile(PROFILED_STEPS), "bare_ms": _profile(bare, result["bare_threads"])}
         del ours, bare
-        return result
+        return {**result, "device": world.device.type, **parts}
+
+
+def compared(rates: dict[str, list[float]], arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """Return medians of the repeats' rates by name, and their ratios: ours to the bare loop with its best threads."""
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    best = max(arguments.threads, key=lambda threads: medians[f"bare_{threads}"])
+    ratios = [a / b for a, b in zip(rates["ours"], rates[f"bare_{best}"], strict=True)]
+    return {
+        "bare_rows_per_second": round(medians[f"bare_{best}"]),
+        "ours_rows_per_second": round(medians["ours"]),
+        "ratio": round(statistics.median(ratios), 4),
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "ranks": ranks,
+        "sharding": arguments.sharding,
+        "bare_threads": best,
+        "ours_threads": int(medians["ours_threads"]),
+        "wait_share": round(medians["wait_share"], 4),
+        "bare_rows_per_second_by_threads": {t: round(medians[f"bare_{t}"]) for t in arguments.threads},
+    }
 
 
 def measure_apart(arguments: argparse.Namespace, data: Path, batch_size: int) -> dict[str, Any]:
@@ -218,22 +218,8 @@ def measure_apart(arguments: argparse.Namespace, data: Path, batch_size: int) ->
                 command = [*launch, *(each for each in sys.argv if each != "--apart"), *changed]
                 subprocess.run(command, check=True, env=os.environ | variables)
                 pairs[-1] |= json.loads(out.read_text())["batches"][str(batch_size)]
-    medians = {name: statistics.median(pair[name] for pair in pairs) for name in pairs[0]}
-    best = max(arguments.threads, key=lambda threads: medians[f"bare_{threads}"])
-    ratios = [pair["ours"] / pair[f"bare_{best}"] for pair in pairs]
-    return {
-        "bare_rows_per_second": round(medians[f"bare_{best}"]),
-        "ours_rows_per_second": round(medians["ours"]),
-        "ratio": round(statistics.median(ratios), 4),
-        "ratios": [round(ratio, 4) for ratio in ratios],
-        "ranks": arguments.ranks,
-        "sharding": arguments.sharding,
-        "bare_threads": best,
-        "ours_threads": int(medians["ours_threads"]),
-        "wait_share": round(medians["wait_share"], 4),
-        "bare_rows_per_second_by_threads": {t: round(medians[f"bare_{t}"]) for t in arguments.threads},
-        "apart": True,
-    }
+    rates = {name: [pair[name] for pair in pairs] for name in pairs[0]}
+    return {**compared(rates, arguments, arguments.ranks), "apart": True}
 
 
 def launch_ranks(arguments: argparse.Namespace, data: Path, batch_size: int) -> dict[str, Any]:

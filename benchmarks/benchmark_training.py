@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from recsys.datasets.writer import write_parts
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from recsys.datasets.writer import write_parts  # noqa: E402
-
 NUM_IDS, NUM_FLOATS = 8, 4
 ROWS_PER_FILE, ROW_GROUP_ROWS = 262_144, 65_536
 

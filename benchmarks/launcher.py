@@ -1,8 +1,11 @@
-"""What benchmarks share: the command that starts processes, and the machine that they ran on."""
+"""What benchmarks share: the command that starts processes, the machine that they ran on, and files of results."""
 
+import json
 import os
 import platform
 import sys
+from pathlib import Path
+from typing import Any
 
 from recsys.runtime.environment import processor_name
 
@@ -21,3 +24,23 @@ def machine() -> dict[str, str | int]:
     name, kind = processor_name(), platform.machine()
     processor = kind if name == kind else f"{name} ({kind})"
     return {"processor": processor, "cores": os.cpu_count() or 1, "system": platform.system()}
+
+
+def write(out: Path | None, result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result with the machine it is from, written to a file if one is named."""
+    result = {**result, "machine": machine()}
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def earlier(out: Path | None, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return what is `asked` for, with the results of it that the file to write has; end if these are of another."""
+    if out is None or not out.exists():
+        return asked
+    content: dict[str, Any] = json.loads(out.read_text())
+    before = {key: content[key] for key in asked}
+    if before != asked:
+        sys.exit(f"{out} is of {', '.join(map(str, before.values()))}; name another file")
+    return content

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import throughput
-from launcher import machine
+from launcher import write
 
 from recsys.data.inputs import open_inputs
 from recsys.data.order import Position
@@ -100,10 +100,8 @@ def main() -> None:
                 variables = {**os.environ, "LD_PRELOAD": library}
                 done = subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE, text=True)
                 counts[shape][how] = int(done.stdout)
-    text = json.dumps({"per_65536_rows": counts, "versions": installed_versions(), "machine": machine()}, indent=1)
-    print(text)
-    if arguments.out is not None:
-        arguments.out.write_text(text + "\n")
+    result = write(arguments.out, {"per_65536_rows": counts, "versions": installed_versions()})
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from recsys.runtime.environment import prepare_environment  # noqa: E402
 
 prepare_environment()  # before pyarrow is imported
 
-from launcher import machine  # noqa: E402
+from launcher import write  # noqa: E402
 
 import recsys.tables.touched as touched  # noqa: E402
 import recsys.training.run as training  # noqa: E402
@@ -106,10 +106,9 @@ def main() -> None:
         "share_after_the_first_base": (sum(publications[1:]) + sum(marks)) / total,
         "publications": bytes_of,
         "git_commit": git_commit(),
-        "machine": machine(),
         "versions": installed_versions(),
     }
-    words.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(words.out, result)
     print(json.dumps({key: result[key] for key in ("seconds", "cpu_seconds", "share", "share_after_the_first_base")}))
 
 

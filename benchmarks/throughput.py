@@ -30,7 +30,7 @@ import numpy as np  # noqa: E402
 import pyarrow as pa  # noqa: E402
 import torch  # noqa: E402
 from bare_loop import Bare, bare_batch, now  # noqa: E402
-from launcher import launch_command, machine  # noqa: E402
+from launcher import launch_command, write  # noqa: E402
 from step_trace import TRACED_STEPS, traced  # noqa: E402
 from torchrec import EmbeddingBagCollection  # noqa: E402
 from torchrec.models.dlrm import DLRM, DLRM_DCN  # noqa: E402
@@ -265,12 +265,10 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     loaders: dict[str, dict[int, int]] = {}
 
-    def write() -> None:
+    def write_all() -> None:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         found = {**chosen, "results": results, "loader_rows_per_s_by_threads": loaders, "device": device}
-        if arguments.out is not None:
-            text = json.dumps({**found, "versions": installed_versions(), "machine": machine()}, indent=1)
-            arguments.out.write_text(text + "\n")
+        write(arguments.out, {**found, "versions": installed_versions()})
 
     with tempfile.TemporaryDirectory() as folder:
         for shape in arguments.shapes:
@@ -288,10 +286,10 @@ def main() -> None:
                     part.unlink()
                 if done.returncode:
                     results.append({"shape": shape, "variant": variant, "failed": done.returncode})
-                write()
+                write_all()
             loaders[shape] = loader_rates(data, shape, arguments)
             print(f"{shape}: rows/s of the loader by its threads: {loaders[shape]}", flush=True)
-            write()
+            write_all()
     if any("failed" in each for each in results):
         sys.exit(1)
 

@@ -27,7 +27,7 @@ from recsys.runtime.environment import prepare_environment  # noqa: E402
 
 prepare_environment()  # before pyarrow is imported
 
-from launcher import machine  # noqa: E402
+from launcher import write  # noqa: E402
 
 import recsys.training.run as training  # noqa: E402
 from recsys.config import load_config  # noqa: E402
@@ -101,10 +101,9 @@ def main() -> None:
         "share_of_what_writes": {
             part: statistics.mean(tracked[part] / tracked["process"] for tracked, _ in pairs) for part in PARTS
         },
-        "machine": machine(),
         "versions": installed_versions(),
     }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from launcher import machine  # noqa: E402
+from launcher import write  # noqa: E402
 
 from recsys.runtime.versions import exit_unless_installed, installed_versions  # noqa: E402
 
@@ -83,10 +83,8 @@ def main() -> None:
             pairs = list(zip(one.get("losses", []), two.get("losses", []), strict=False))
             results[name]["losses_apart"] = max((abs(a - b) for a, b in pairs), default=None)
             print(f"{name}: {two.get('error') or two['losses_apart']}", flush=True)
-            if arguments.out is not None:
-                result = {"overrides": arguments.overrides, "one_rank": one, "two_ranks": results}
-                text = json.dumps({**result, "versions": installed_versions(), "machine": machine()}, indent=1)
-                arguments.out.write_text(text + "\n")
+            measured = {"overrides": arguments.overrides, "one_rank": one, "two_ranks": results}
+            write(arguments.out, {**measured, "versions": installed_versions()})
             if "error" in two:
                 sys.exit(1)
 

@@ -127,7 +127,8 @@ def test_a_peak_that_cannot_be_measured_does_not_take_the_others_along(
 
     written = []
     monkeypatch.setattr(benchmark_peaks, "measure", measure)
+    monkeypatch.setattr(benchmark_peaks, "write", lambda _, result: written.append(len(result["peaks"])))
     options = SimpleNamespace(only=["small", "tables", "lists"], ranks=1, overrides=[], at_once=2, out=tmp_path)
-    found = benchmark_peaks.run(options, lambda _, result: written.append(len(result["peaks"])))
+    found = benchmark_peaks.run(options)
     assert found["peaks"] == {"small": [peak], "tables": {"error": "the run has failed"}, "lists": [peak]}
     assert written == [1, 2, 3]
