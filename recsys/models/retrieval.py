@@ -15,6 +15,8 @@ from recsys.config.model import Needs
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, Model
+from recsys.models.columns import take_rows
+from recsys.models.halves import sum_of_rows
 from recsys.models.items import ItemVectors, gather
 from recsys.models.metrics import Evaluator, RetrievalEvaluator
 
@@ -106,6 +108,25 @@ class RetrievalModel(Model):
     def pieces_of_loss(self, device: torch.device) -> tuple[int, int | None]:
         """Return how many scores the loss computes at once, and of at most how many pieces, None: of all."""
         return self._scores or _SCORES[device.type], self._most_pieces
+
+
+class ListModel(RetrievalModel):
+    """Base of models with a `ListConfig`: every item of a user's list is to be found among those that are drawn."""
+
+    def denominator(self, batch: Batch) -> torch.Tensor:
+        return sum_of_rows(batch.weights * batch.ids[self.config.history].lengths(), self.num_parts)
+
+    def drawn(self, items: torch.Tensor, batch: Batch) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Return where a batch's drawn items begin, and vectors and table rows of those of all ranks; collective.
+
+        Both are ordered by table row, which is -1 where a rank has drawn one item less.
+
+        Args:
+            items: vectors of the batch's items, [rows, dim].
+        """
+        start = len(items) if batch.sampled is None else batch.sampled.start
+        keys, order = gather(first_ids(batch, self.config.item_id)[start:]).sort()
+        return start, take_rows(gather_rows(items[start:]), order), keys
 
 
 def check_vectors(outputs: Any, num_rows: int, dim: int) -> None:

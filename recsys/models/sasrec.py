@@ -20,9 +20,9 @@ from recsys.models.base import WIDEST, DenseInputs, Vectors, row_of_each_id
 from recsys.models.columns import take_rows
 from recsys.models.dropout import RowDropout
 from recsys.models.halves import PartByPart, add_products, product_over_rows, sum_of_rows
-from recsys.models.items import barred_scores, gather
+from recsys.models.items import barred_scores
 from recsys.models.jagged import Lists, PaddedLists, host_lengths
-from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
+from recsys.models.retrieval import ListConfig, ListModel, pieces
 from recsys.models.sequence_layers import HSTU, Block
 
 
@@ -89,7 +89,7 @@ class SASRecConfig(ListConfig):
             raise UserError("config key 'train.compile': lists take other shapes in each step; set it to false")
 
 
-class SASRec(RetrievalModel, PartByPart):
+class SASRec(ListModel, PartByPart):
     """Attention over a user's items, trained to find the next one; a score is a dot product with an item's vector.
 
     Positions count from the end, so that the newest item is always at the same one.
@@ -180,14 +180,12 @@ class SASRec(RetrievalModel, PartByPart):
         ends = np.cumsum(lengths)
         inputs = torch.from_numpy(np.delete(np.arange(len(states)), ends[lengths > 0] - 1)).to(states.device)
         rows = torch.from_numpy(np.repeat(np.arange(len(lengths)), np.maximum(lengths - 1, 0))).to(states.device)
-        drawn = slice(len(items) if batch.sampled is None else batch.sampled.start, None)
-        keys, order = gather(first_ids(batch, self.config.item_id)[drawn]).sort()
-        negatives = take_rows(gather_rows(items[drawn]), order), keys
+        start, *negatives = self.drawn(items, batch)
         positives = take_rows(vectors, inputs + 1), jagged.values()[inputs + 1]
         listed = None
         if self.config.exclude_listed:
-            listed = barred_scores(keys, jagged.values(), row_of_each_id(jagged), len(lengths))
-        part_lengths = np.array_split(lengths if self.num_parts == 1 else lengths[: drawn.start], self.num_parts)
+            listed = barred_scores(negatives[1], jagged.values(), row_of_each_id(jagged), len(lengths))
+        part_lengths = np.array_split(lengths if self.num_parts == 1 else lengths[:start], self.num_parts)
         counts = [int(np.maximum(part - 1, 0).sum()) for part in part_lengths]
         settings = counts, *self.pieces_of_loss(states.device), self._beta(), self.config.sampled_negatives
         loss = _LossOfDrawn.apply(

@@ -17,9 +17,8 @@ from recsys.errors import UserError
 from recsys.models.base import DenseInputs, Vectors, row_of_each_id, sum_by_row
 from recsys.models.columns import take_rows
 from recsys.models.dropout import RowDropout
-from recsys.models.halves import sum_of_rows
-from recsys.models.items import barred_scores, gather
-from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
+from recsys.models.items import barred_scores
+from recsys.models.retrieval import ListConfig, ListModel, pieces
 
 
 @dataclass
@@ -77,7 +76,7 @@ def check_user_items(section: Any, config: Config, lists: dict[str, str]) -> Non
             )
 
 
-class SimpleX(RetrievalModel):
+class SimpleX(ListModel):
     """A user's vector is their own and a linear map of the mean of their items'; a score is a cosine with an item's.
 
     With `item_bias` a number of the item is added to it: the last column of its vector, which has no other use then.
@@ -127,13 +126,11 @@ class SimpleX(RetrievalModel):
 
     def losses(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> dict[str, torch.Tensor]:
         users, items, positives, queries = outputs
-        start = len(users) if batch.sampled is None else batch.sampled.start
-        history, users = batch.ids[self.config.history], users[:start]
-        negatives, keys = gather_rows(items[start:]), gather(first_ids(batch, self.config.item_id)[start:])
-        keys, order = keys.sort()
+        start, negatives, keys = self.drawn(items, batch)
+        history = batch.ids[self.config.history]
         row = row_of_each_id(history)
         barred = barred_scores(keys, history.values(), row, start)
-        own, scores, weights = (queries * positives).sum(1), users @ take_rows(negatives, order).T, batch.weights[row]
+        own, scores, weights = (queries * positives).sum(1), users[:start] @ negatives.T, batch.weights[row]
         if self.config.loss is RetrievalLoss.bpr:
             scores = (scores / self.config.temperature).masked_fill(barred, -torch.inf)
             own, of_pairs = own / self.config.temperature, weights / self.config.sampled_negatives
@@ -161,9 +158,6 @@ class SimpleX(RetrievalModel):
             own, others = F.softplus(-own / config.temperature), F.softplus(scores / config.temperature)
         others = others.masked_fill(barred, 0).sum(1) / config.sampled_negatives  # not by rows: ranks may hold fill
         return own + config.negative_weight * take_rows(others, row)
-
-    def denominator(self, batch: Batch) -> torch.Tensor:
-        return sum_of_rows(batch.weights * batch.ids[self.config.history].lengths(), self.num_parts)
 
 
 class _LossOfPairs(torch.autograd.Function):

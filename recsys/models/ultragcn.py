@@ -16,9 +16,8 @@ from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import DenseInputs, Vectors, row_of_each_id
 from recsys.models.columns import take_rows
-from recsys.models.halves import sum_of_rows
-from recsys.models.items import barred_scores, gather
-from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows
+from recsys.models.items import barred_scores
+from recsys.models.retrieval import ListConfig, ListModel
 from recsys.models.simplex import check_user_items
 
 
@@ -81,7 +80,7 @@ class UltraGCNConfig(ListConfig):
             )
 
 
-class UltraGCN(RetrievalModel):
+class UltraGCN(ListModel):
     """A score is the dot product of a user's vector and an item's.
 
     The loss of a user's item i is w(u, i) · softplus(-s(u, i)), and negative_weight times the mean over the drawn items
@@ -115,15 +114,12 @@ class UltraGCN(RetrievalModel):
 
     def losses(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> dict[str, torch.Tensor]:
         config, (users, items, positives, *neighbours) = self.config, outputs
-        start = len(users) if batch.sampled is None else batch.sampled.start
+        start, negatives, keys = self.drawn(items, batch)
         users, history = users[:start], batch.ids[config.history]
         row, lengths = row_of_each_id(history), history.lengths()[:start].float()
         positive_losses = self._positive_losses(take_rows(users, row), positives) * self._weights(
             config.positive_weights, lengths[row], history.values()
         )
-        negatives, keys = gather_rows(items[start:]), gather(first_ids(batch, config.item_id)[start:])
-        keys, order = keys.sort()
-        negatives = take_rows(negatives, order)
         negative_losses = F.softplus(users @ negatives.T + self._logit_of_zero) * self._weights(
             config.negative_weights, lengths[:, None], keys.clamp(min=0)
         )
@@ -155,6 +151,3 @@ class UltraGCN(RetrievalModel):
     def _positive_losses(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         """Return the losses of pairs of a user and a positive item, [pairs]."""
         return F.softplus(-((users * items).sum(1) + self._logit_of_zero))
-
-    def denominator(self, batch: Batch) -> torch.Tensor:
-        return sum_of_rows(batch.weights * batch.ids[self.config.history].lengths(), self.num_parts)
