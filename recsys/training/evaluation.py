@@ -1,6 +1,7 @@
 """Evaluation of a model on datasets, through the same sharded tables."""
 
-from collections.abc import Callable, Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 
 import numpy as np
@@ -64,6 +65,22 @@ def check_metric(needed: str | None, metrics: Collection[str]) -> None:
             f"config key 'model.name': metric_names of the model's Config names {needed}, and its evaluator's compute "
             f"gave {', '.join(metrics) or 'none'}; let both give the same names"
         )
+
+
+def watched(metric: str, metrics: Mapping[str, float]) -> float:
+    """Return the metric of data.valid that early stopping compares.
+
+    Raises:
+        UserError: it is none of those, or not a number.
+    """
+    check_metric(metric, metrics)
+    if math.isnan(metrics[metric]):
+        raise UserError(
+            f"config key 'train.early_stop.metric': {metric} is not a number on data.valid, which may hold one class "
+            f"only, or numbers so large that scores overflow; give data.valid other rows, or watch another metric, in "
+            f"a run that starts from the step that is saved, by train.init_from"
+        )
+    return metrics[metric]
 
 
 def evaluator_of(

@@ -1,6 +1,5 @@
 """The training loop: steps, evaluations, checkpoints, an orderly stop."""
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -30,7 +29,7 @@ from recsys.step.output import StepOutput
 from recsys.step.pipeline import TimedIterator, build_pipeline
 from recsys.step.step import ignore_phase
 from recsys.training.build import Built, Publishes
-from recsys.training.evaluation import EvaluationStopped, check_metric, evaluate_dataset
+from recsys.training.evaluation import EvaluationStopped, evaluate_dataset, watched
 from recsys.training.figures import log_tables, step_figures
 from recsys.training.learning import facts_entries
 from recsys.training.resume import start_training
@@ -239,18 +238,16 @@ class Trainer:
     def _evaluate_and_compare(self) -> None:
         state, metric = self.state, self._config.train.early_stop.metric
         metrics = self._evaluate("valid", state.step)
-        state.evaluated_step = state.step
         if metric is None:
+            state.evaluated_step = state.step
             return
-        check_metric(metric, metrics)
-        value = metrics[metric]
-        if math.isnan(value):
-            raise UserError(
-                f"config key 'train.early_stop.metric': {metric} is not a number on data.valid, which may hold one "
-                f"class only, or numbers so large that scores overflow; give data.valid other rows, or watch another "
-                f"metric"
-            )
-        best = state.best_metric
+        try:
+            value = watched(metric, metrics)
+        except UserError:  # what has been trained is worth more than the metric
+            self._save()
+            self._checkpoints.wait()
+            raise
+        best, state.evaluated_step = state.best_metric, state.step
         if best is None or (value > best if is_higher_better(metric) else value < best):
             state.best_metric, state.best_step, state.bad_evaluations = value, state.step, 0
             self._save()

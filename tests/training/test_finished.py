@@ -153,6 +153,15 @@ def test_data_that_early_stopping_has_come_to_compare_by_stay(tmp_path: Path) ->
     assert refused.returncode == 1 and "the files of data.valid are not those" in refused.stderr
 
 
+def test_a_metric_that_is_no_number_costs_no_step(tmp_path: Path) -> None:
+    options = [f"run.dir={tmp_path}/run", "run.num_threads=1", "run.track.to=[]", "train.async_checkpoints=true"]
+    stopping = ["train.early_stop.metric=auc", "train.eval_every_steps=2", "data.filter={valid: label == 1}"]
+    for more in ("train.max_steps=9", "run.resume=true"):  # which says it again, and trains no further
+        ended = fork_train(CONFIG, *options, *stopping, more)
+        assert ended.returncode == 1 and "auc is not a number on data.valid" in ended.stderr
+        assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-000000002"]
+
+
 def test_a_first_start_that_is_refused_leaves_its_page(tmp_path: Path) -> None:
     refused = fork_train(CONFIG, f"run.dir={tmp_path}/run", *OPTIONS, f"train.init_from={tmp_path}/none")
     assert refused.returncode == 1 and "warning" not in refused.stderr, refused.stderr
