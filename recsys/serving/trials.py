@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from recsys.config import Config, IdMappingType, TableConfig
-from recsys.config.choices import UNPOOLED, RowCode, ShardingChoice
+from recsys.config.choices import UNPOOLED, ComputeKernel, RowCode, ShardingChoice
 from recsys.config.features import id_features
 from recsys.data.facts import Facts, RowCounter, measure
 from recsys.data.wanted import role_features
@@ -149,7 +149,7 @@ class Trials:
         self.given = Compression(codes, dense_int8=run.config.precision.dense_int8)
         self.metric, self.world = metric, world
         self._weights = table_tensors(self._opened.model)
-        self._trained = {name: [p.clone() for p, _ in local_shards(w)] for name, w in self._weights.items()}
+        self._trained = {name: [self._copied(name, p) for p, _ in local_shards(w)] for name, w in self._weights.items()}
         model = self._opened.model.module.dense.model
         self.layers = hidden_layers(model, self.config.model)
         parts = {part for layer in self.layers.values() for part in (layer.own, layer.following)}
@@ -280,6 +280,11 @@ class Trials:
             part = pruning.weights[row : row + len(shard)].to(shard.device) @ shard.float()
             vector[column : column + shard.shape[1]] += part.cpu()
         return self.world.sum(vector) if hasattr(weights, "local_shards") else vector
+
+    def _copied(self, table: str, shard: torch.Tensor) -> torch.Tensor:
+        # What lies in host memory beside a GPU does so because the GPU lacks room for it.
+        in_host = self.config.tables[table].compute_kernel is not ComputeKernel.fused
+        return shard.detach().to("cpu" if in_host else shard.device, copy=True)
 
     def _count(self) -> dict[str, np.ndarray]:
         """Count the rows of each table in data.train, over all its features that data.train has columns for."""

@@ -34,6 +34,7 @@ CONFIG = (
     *("train.max_steps=24", "train.checkpoint_every_steps=24", "train.log_every_steps=1", "data.window_mib=1"),
     *("tables.user={mapping: vocabulary, num_buckets: 3, min_count: 2}", "tables.category.num_hashes=2"),
     *("optimizer.dense.learning_rate=0.01", "tables.device.sharding_type=data_parallel"),
+    "tables.item.compute_kernel=fused_uvm",
 )
 
 
