@@ -154,11 +154,6 @@ def test_a_mistake_that_training_tells_is_raised_as_it_is_told(num_processes: in
     assert str(raised.value) == f"config key 'data.train': '{tmp_path}/nowhere' does not exist"
 
 
-def test_going_on_without_a_folder_is_refused() -> None:
-    with pytest.raises(UserError, match=r"'run\.resume' goes on with the run in run\.dir, which is not set"):
-        recsys.train(ROOT / "configs/dlrm_sample.yaml", "run.resume=true")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_ctrl_c_saves_as_it_does_of_the_command(num_processes: int, tmp_path: Path) -> None:

@@ -89,14 +89,7 @@ def test_two_towers_are_trained_without_a_teacher(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mistakes(run: Path, tmp_path: Path) -> None:
-    for change, said in (
-        ("tables.itm.embedding_dim=4", "did you mean 'tables.item'?"),
-        ("data.train=[a, b]", "a list"),
-    ):
-        options = ("--steps", "distill", "--max-loss", "1", "--student", change)
-        done = fork_train("compress", str(run), f"{tmp_path}/{change[:9]}", *options, program="recsys")
-        assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+def test_a_student_is_trained_on_one_rank(run: Path, tmp_path: Path) -> None:
     done = fork_train("compress", str(run), f"{tmp_path}/two", "--steps", "distill", "--max-loss", "1", nproc=2,
                       program="recsys")  # fmt: skip
     assert "distill trains in a process of its own; start recsys compress on one rank" in done.stderr

@@ -48,15 +48,6 @@ def processes_in(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_rank_that_raises_is_the_root_cause(tmp_path: Path) -> None:
-    done = run_faulty("raise", 1, tmp_path)
-    assert done.returncode == 1
-    cause = root_cause(done.stderr)
-    assert "rank      : 1" in cause and "ValueError: the fault of the test" in cause
-    assert not processes_in(tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [2, 4])
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 def test_all_ranks_end_soon_after_one(fault: str, nproc: int, tmp_path: Path) -> None:
@@ -64,8 +55,8 @@ def test_all_ranks_end_soon_after_one(fault: str, nproc: int, tmp_path: Path) ->
     done = run_faulty(fault, nproc - 1, tmp_path, nproc=nproc)
     ended = time.time()
     cause = root_cause(done.stderr)
-    assert f"rank      : {nproc - 1} " in cause
-    assert ("the fault of the test" if fault == "raise" else "SIGKILL") in cause
+    assert done.returncode == 1 and f"rank      : {nproc - 1} " in cause
+    assert ("ValueError: the fault of the test" if fault == "raise" else "SIGKILL") in cause
     log = next(tmp_path.glob("runs/*/logs/rank_0.log"))
     assert max(start, log.stat().st_mtime) > ended - GONE_S and not processes_in(tmp_path)
 
@@ -157,16 +148,3 @@ def test_a_restart_leaves_the_runs_of_others_alone(tmp_path: Path) -> None:
     assert run_train(CONFIG, f"run.dir={tmp_path}/run", "train.max_steps=2").returncode == 0
     done = run_faulty("kill", 1, tmp_path, f"run.dir={tmp_path}/run", restarts=1)
     assert done.returncode == 1 and "holds an earlier run; add run.resume=true" in root_cause(done.stderr)
-
-
-@pytest.mark.slow
-def test_the_stop_file_saves_and_ends(tmp_path: Path) -> None:
-    (tmp_path / "stop").touch()
-    arguments = (CONFIG, f"run.dir={tmp_path}/run", f"run.stop_file={tmp_path}/stop", "train.epochs=2")
-    done = fork_train(*arguments, nproc=2)
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert done.returncode == 143 and result["status"] == "stopped" and 0 < result["steps"] < 24
-    (tmp_path / "stop").unlink()
-    assert fork_train(*arguments, "run.resume=true", nproc=2).returncode == 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["status"] == "done" and result["rows_seen"] == 6000

@@ -165,21 +165,6 @@ def test_warm_start_keeps_weights_and_begins_the_data_anew(
     assert losses(tmp_path) == pytest.approx([yesterday["metrics"]["valid"]["log_loss"]], abs=1e-5)
 
 
-def test_memory_reports_predict_what_is_measured(pair: tuple[Path, dict[str, Any]]) -> None:
-    run_dir = pair[0]
-    reports = [json.loads((run_dir / "memory" / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
-    for report in reports:
-        assert all(line["predicted_bytes"] == line["measured_bytes"] for line in report["lines"])
-        assert all(table["predicted"] == table["measured"] for table in report["tables"])
-        assert report["host"]["peak_rss_bytes"] >= report["host"]["rss_bytes"] > 50 << 20
-    weights = sum(report["lines"][0]["measured_bytes"] for report in reports)
-    assert weights == 8 * (1000 * 4 + 1000 * 2 + 100 * 4 + 20 * 4 + 24 * 4)
-    state = sum(report["lines"][1]["measured_bytes"] for report in reports)
-    assert state == 4 * (1000 + 1000 + 100 + 20 + 24)
-    page = (run_dir / "memory" / "report.md").read_text()
-    assert "rank 0" in page and "peak rss" in page
-
-
 def test_run_directory_holds_what_the_readme_says(reference: tuple[Path, dict[str, Any]]) -> None:
     run_dir, result = reference
     for name in ("config.yaml", "metrics.jsonl", "memory/rank_0.json", "logs/rank_0.log"):
