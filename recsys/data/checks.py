@@ -175,7 +175,7 @@ def _check_lists(config: Config, feature: str, column: str, dtypes: dict[str, pa
 def check_weights(dataset: Dataset, weight: FloatColumn) -> None:
     """Refuse a column of weights that is 0 in every row. Raises UserError, or as `SegmentReader.read`."""
     lenient, column = replace(weight, fill=0.0, finite=False), weight.column or ""
-    chunks = (chunk for table in _row_groups(dataset, [column]) for chunk in table.column(column).chunks)
+    chunks = (chunk for table in SegmentReader(dataset, [column]).tables() for chunk in table.column(column).chunks)
     if not any((convert_floats(chunk, lenient) > 0).any() for chunk in chunks):
         raise UserError(
             f"config key '{dataset.key}': column '{column}' (data.weight_column) is 0 in every row, so nothing counts"
@@ -240,11 +240,5 @@ def _values(dataset: Dataset, label: FloatColumn) -> set[object]:
 
 def _label_columns(dataset: Dataset, label: FloatColumn) -> Iterator[pa.ChunkedArray]:
     """Yield a label's column, or its condition, of one row group after the other."""
-    for table in _row_groups(dataset, sorted(label.columns())):
+    for table in SegmentReader(dataset, sorted(label.columns())).tables():
         yield table.column(label.column or "") if label.condition is None else label.condition.mask(table)
-
-
-def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[pa.Table]:
-    """Yield columns of one row group after the other."""
-    reader = SegmentReader(dataset, columns)
-    return (reader.read(dataset.row_groups.segment(i)) for i in range(len(dataset.row_groups)))

@@ -99,6 +99,11 @@ class SegmentReader:
         table = self.row_group(segment.number) if is_whole else self._shared_row_group(segment.number)
         return table.slice(segment.start, segment.num_rows)
 
+    def tables(self) -> Iterator[pa.Table]:
+        """Yield the rows of the dataset, one row group after the other. Errors as of `read`."""
+        groups = self._dataset.row_groups
+        return (self.read(groups.segment(number)) for number in range(len(groups)))
+
     def row_group(self, number: int) -> pa.Table:
         """Return the rows of a row group, by its number in the dataset, that match the filter. Errors as of `read`."""
         group = self._group(number)

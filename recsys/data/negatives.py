@@ -39,9 +39,9 @@ class ItemSampler:
 
     @cached_property
     def _items(self) -> pa.Table:
-        reader, groups = SegmentReader(self._dataset, self._spec.columns()), self._dataset.row_groups
-        schema = pa.schema([self._dataset.schema.field(name) for name in self._spec.columns()])
-        tables = [reader.read(groups.segment(i)).cast(schema) for i in range(len(groups))]
+        columns = self._spec.columns()
+        schema = pa.schema(map(self._dataset.schema.field, columns))
+        tables = [table.cast(schema) for table in SegmentReader(self._dataset, columns).tables()]
         return pa.concat_tables(tables).combine_chunks()  # rows are taken faster from one chunk
 
     def places(self, step: int) -> np.ndarray:

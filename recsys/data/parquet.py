@@ -228,7 +228,6 @@ def read_column(dataset: Dataset, column: str) -> pa.Array:
     Raises:
         BadDataError: as `SegmentReader.read`.
     """
-    reader, groups = SegmentReader(dataset, [column]), dataset.row_groups
     dtype = dataset.schema.field(column).type
-    columns = [reader.read(groups.segment(i)).column(column).cast(dtype) for i in range(len(groups))]
+    columns = [table.column(column).cast(dtype) for table in SegmentReader(dataset, [column]).tables()]
     return pa.concat_arrays([chunk for values in columns for chunk in values.chunks])

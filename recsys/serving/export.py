@@ -193,10 +193,8 @@ class _Export:
         """Write ids and vectors of the items; return their entry in the manifest."""
         config, corpus = self._config, self._inputs.corpus
         assert corpus is not None
-        dataset = self._inputs.datasets["items"]
-        reader = SegmentReader(dataset, list(needed_columns(config, "items")))
-        tables = (reader.read(dataset.row_groups.segment(number)) for number in range(len(dataset.row_groups)))
-        rows = self._files.parquet("items/rows.parquet", tables)
+        reader = SegmentReader(self._inputs.datasets["items"], list(needed_columns(config, "items")))
+        rows = self._files.parquet("items/rows.parquet", reader.tables())
         vectors = Scorer(self._files.folder).vectors_of_items(self._files.folder / rows)
         dim = config.model.needs().vector_dim
         file = self._files.write("items/vectors.bin", vectors, always_verified=False)

@@ -59,8 +59,7 @@ def open_all(path: Path, *columns: str, **options) -> Dataset:
 
 
 def read_all(dataset: Dataset) -> pa.Table:
-    groups, reader = dataset.row_groups, SegmentReader(dataset)
-    return pa.concat_tables([reader.read(groups.segment(i)) for i in range(len(groups))], promote_options="permissive")
+    return pa.concat_tables(SegmentReader(dataset).tables(), promote_options="permissive")
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -16,10 +16,7 @@ def test_a_sample_is_the_same_rows_wherever_the_files_lie(tmp_path):
 
     def rows(folder, text):
         dataset = open_dataset("data.train", str(folder), {"x": "key"}, filter=text)
-        groups = [
-            SegmentReader(dataset).read(dataset.row_groups.segment(i))["x"].to_pylist()
-            for i in range(len(dataset.row_groups))
-        ]
+        groups = [table["x"].to_pylist() for table in SegmentReader(dataset).tables()]
         assert list(map(len, groups)) == dataset.row_groups.num_rows.tolist()
         assert read_head(dataset, 50)["x"].to_pylist() == groups[0][:50]
         return groups

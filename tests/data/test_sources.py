@@ -357,7 +357,7 @@ def test_partition_keys_are_columns_where_the_file_has_none(tmp_path):
     write(tmp_path / "day=6" / "country=__HIVE_DEFAULT_PARTITION__" / "a.parquet", {"user": [3], "day": [60]})
     dataset = open_dataset("data.train", str(tmp_path), dict.fromkeys(("country", "user", "day"), "key"))
     assert dataset.schema == pa.schema([("country", pa.string()), ("user", pa.int64()), ("day", pa.int64())])
-    tables = [SegmentReader(dataset).read(dataset.row_groups.segment(i)) for i in range(2)]
+    tables = list(SegmentReader(dataset).tables())
     assert tables[0].to_pydict() == {"country": ["de", "de"], "user": [1, 2], "day": [5, 5]}
     assert tables[1].to_pydict() == {"country": [None], "user": [3], "day": [60]}
     assert tables[0].schema.field("day").type == pa.int64()
