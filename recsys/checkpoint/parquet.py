@@ -130,8 +130,7 @@ class TableRows:
         ids = batch.column("id")
         self._check_type(ids)
         has_id = ids.is_valid().to_numpy(zero_copy_only=False)
-        mapped = np.empty(int(has_id.sum()), np.int64)
-        self._mapping.map(ids.drop_null(), mapped)
+        mapped = self._mapping.rows(ids.drop_null())
         if self._first_shared is not None:
             mapped[mapped >= self._first_shared] = -1
         rows[has_id] = mapped

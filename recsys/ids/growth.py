@@ -65,9 +65,7 @@ def grow(
     if vocabulary is None:
         ids = choose_vocabulary(counts, min_count, max_size)
         return Grown(ids, np.zeros(len(ids), np.int32), KeptIds(0))
-    ids = counts.column("id").combine_chunks()
-    places = np.empty(len(ids), np.int64)
-    IndexMapping(vocabulary).map(ids, places)
+    places = IndexMapping(vocabulary).rows(counts.column("id").combine_chunks())
     unseen = np.zeros(len(vocabulary), np.int32)
     unseen[: len(unseen_runs)] = unseen_runs
     unseen += 1

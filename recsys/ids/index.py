@@ -127,9 +127,7 @@ class VocabularyMapping(IndexMapping):
 
     def has(self, ids: pa.Array) -> np.ndarray:
         """Return which ids, without nulls, are in the vocabulary, bool [len(ids)]."""
-        rows = np.empty(len(ids), np.int64)
-        self.map(ids, rows)
-        return rows < self._first_bucket
+        return self.rows(ids) < self._first_bucket
 
     def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
         out[:] = self._find(keys, start, chunk)

@@ -59,6 +59,12 @@ class IdMapping:
         if statistics is not None:
             statistics.add(ids=len(ids), out_of_vocabulary=self._num_out_of_vocabulary(out))
 
+    def rows(self, ids: pa.Array) -> np.ndarray:
+        """Return the rows of ids, int64 [len(ids) * rows_per_id]; see `map`."""
+        rows = np.empty(len(ids) * self.rows_per_id, np.int64)
+        self.map(ids, rows)
+        return rows
+
     def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
         """Return the share of rows that some ids use, and the share of ids whose rows are all shared with another one.
 

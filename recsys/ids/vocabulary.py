@@ -103,9 +103,7 @@ def is_new(ids: pa.Array, vocabulary: pa.Array) -> np.ndarray:
     Raises:
         UserError: numbers on one side, and texts on the other.
     """
-    places = np.empty(len(ids), np.int64)
-    IndexMapping(vocabulary).map(ids, places)
-    return places < 0
+    return IndexMapping(vocabulary).rows(ids) < 0
 
 
 def joined(vocabulary: pa.Array, new: pa.Array) -> pa.Array:

@@ -176,9 +176,7 @@ class TableVectors:
         for first in range(start, max(stop, start + 1), _IDS_AT_ONCE):  # of no ids a table too, with none
             last = min(stop, first + _IDS_AT_ONCE)
             ids = pa.array(np.arange(first, last)) if self.ids is None else self.ids.slice(first, last - first)
-            rows = np.empty(len(ids) * self.mapping.rows_per_id, np.int64)
-            self.mapping.map(ids, rows)
-            vectors = gather_rows(self.run.checkpoint, weights, rows).float()
+            vectors = gather_rows(self.run.checkpoint, weights, self.mapping.rows(ids)).float()
             vectors = vectors.view(len(ids), self.mapping.rows_per_id, vectors.shape[1])
             pooled = vectors.mean(1) if pooling is Pooling.mean else vectors.sum(1)
             yield pa.table({"id": ids, "vector": to_arrow(pooled)})

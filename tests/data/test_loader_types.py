@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -35,9 +34,7 @@ def test_files_of_different_but_fitting_types(tmp_path):
         pq.write_table(pa.table({"id": column, "history": history}), tmp_path / f"{f}.parquet")
     dataset = open_dataset("data.train", str(tmp_path), {"id": "key", "history": "key"})
     mapping = HashMapping(1000, 0)
-    rows = np.zeros(3, np.int64)
-    mapping.map(pa.array(["x", "y", "z"]), rows)
-    x, y, z = rows.tolist()
+    x, y, z = mapping.rows(pa.array(["x", "y", "z"])).tolist()
     spec = BatchSpec([IdColumn("id", "id", mapping), IdColumn("history", "history", IdentityMapping(10))], [])
     for window_bytes in (1, 1 << 20):
         (batch,) = Loader(dataset, spec, options(window_bytes), 6).batches()

@@ -83,8 +83,7 @@ def test_occupancy_and_collisions_of_each_mapping():
         return summary["occupancy"], summary["collision_rate"]
 
     for mapping in (HashMapping(40, 3, 2), QuotientRemainderMapping(200, 5000, 3)):
-        out = np.empty(6000, np.int64)
-        mapping.map(pa.array(ids), out)
+        out = mapping.rows(pa.array(ids))
         _, counts = np.unique(out.reshape(-1, 2), axis=0, return_counts=True)
         expected = len(np.unique(out)) / (mapping.num_rows - 1), counts[counts > 1].sum() / 3000
         assert rates(mapping, ids) == expected
@@ -144,8 +143,7 @@ def test_rates_of_samples_are_expectations():
             collision_rate = 0.75 * (1 - math.exp(-3))
             assert summary["out_of_vocabulary_share"] == 0.75
         # and the truth, which is near
-        out = np.empty(n * mapping.rows_per_id, np.int64)
-        mapping.map(pa.array(np.arange(n)), out)
+        out = mapping.rows(pa.array(np.arange(n)))
         least = 0 if isinstance(mapping, IdentityMapping) else 1
         true_rows = len(np.unique(out)) / (mapping.num_rows - least)
         assert summary["occupancy"] == pytest.approx(occupancy, rel=0.05) == pytest.approx(true_rows, rel=0.05)

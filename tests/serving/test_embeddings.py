@@ -77,8 +77,7 @@ def test_ids_of_a_hashed_table_are_those_of_the_data(ranker: Path, tmp_path: Pat
     in_lists = [each for row in rows["history"].to_pylist() for each in row or ()]
     ids = found["id"].to_pylist()
     assert set(ids) == {*rows["item_id"].to_pylist(), *in_lists} - {None} and len(set(ids)) == len(ids)
-    places = np.empty(2 * len(ids), np.int64)
-    HashMapping(1000, 0, num_hashes=2).map(found["id"].combine_chunks(), places)
+    places = HashMapping(1000, 0, num_hashes=2).rows(found["id"].combine_chunks())
     expected = vectors_by_row(ranker, "item", tmp_path)[1][places].reshape(len(ids), 2, -1).mean(1)
     np.testing.assert_allclose(matrix(found), expected, rtol=0, atol=1e-6)
     assert written(ranker, "item", tmp_path / "three", "--data", test, nproc=3).equals(found)
@@ -107,8 +106,7 @@ def test_ids_of_a_pruned_table_have_the_rows_that_training_gave_them(tmp_path: P
     unpruned = HashMapping(before["user"], 0), HashMapping(before["item"], 0, num_hashes=2), IdentityMapping(24)
     for (name, rows), mapping in zip(kept.items(), unpruned, strict=True):
         found = run.embeddings(f"tables.{name}", None if name == "hour" else data)
-        places = np.empty(len(found) * mapping.rows_per_id, np.int64)
-        mapping.map(found["id"].combine_chunks(), places)
+        places = mapping.rows(found["id"].combine_chunks())
         places = np.where(rows[places], np.cumsum(rows)[places] - 1, rows.sum())
         vectors = vectors_by_row(tmp_path / "run", name, tmp_path)[1][places]
         expected = vectors.reshape(len(found), mapping.rows_per_id, -1).mean(1)
