@@ -76,11 +76,8 @@ def _row(action: argparse.Action) -> str:
     elif action.nargs != 0 and str(action.default) not in ("None", "[]", "{}", "()", argparse.SUPPRESS):
         default = f"`{action.default}`"
     meaning = "; ".join(filter(None, [helped.removesuffix(shown).strip(), _choices(action, helped)]))
-    return (
-        "| "
-        + " | ".join(text.replace("|", "\\|") for text in (f"`{' '.join(_words(action))}`", default, meaning))
-        + " |"
-    )
+    cells = (text.replace("|", "\\|") for text in (f"`{' '.join(_words(action))}`", default, meaning))
+    return f"| {' | '.join(cells)} |"
 
 
 def _choices(action: argparse.Action, helped: str) -> str:

@@ -9,6 +9,7 @@ A key's type, default and bounds are those of its field, and its meaning is the 
 import ast
 import dataclasses
 import inspect
+import json
 import re
 import textwrap
 import typing
@@ -171,11 +172,7 @@ def _written(value: Any) -> str:
     """Return a value in YAML."""
     if isinstance(value, Enum):
         return value.name
-    return (
-        {None: "null", True: "true", False: "false"}[value]
-        if value is None or value is True or value is False
-        else str(value)
-    )
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _choice(kind: type[Enum]) -> str:

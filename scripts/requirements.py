@@ -28,19 +28,8 @@ def requirements(kind: str, name: str | None = None) -> list[str]:
     instead = {pin.partition("==")[0]: pin for pin in others}
     extras = project["optional-dependencies"]
     torchrec = [pin for pin in extras["cuda"] if pin.startswith("torchrec==")]
-    pins = [
-        *project["dependencies"],
-        *extras["torch"],
-        *extras[kind],
-        *extras["threads"],
-        *extras["faiss"],
-        *extras["export"],
-        *extras["sweep"],
-        *extras["docs"],
-        *extras["tensorboard"],
-        *extras["dev"],
-        *torchrec,
-    ]
+    wanted = ("torch", kind, "threads", "faiss", "export", "sweep", "docs", "tensorboard", "dev")
+    pins = [*project["dependencies"], *(pin for extra in wanted for pin in extras[extra]), *torchrec]
     return [instead.get(pin.partition("==")[0], pin) for pin in dict.fromkeys(pins) if not pin.startswith("recsys[")]
 
 
