@@ -1,6 +1,6 @@
 """Checks of columns: types must agree over all datasets, some columns need a value, and some look like mistakes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -124,10 +124,19 @@ def labels_as_features(config: Config, labels: Sequence[FloatColumn]) -> list[st
     return sentences
 
 
-def doubts(config: Config, train: Dataset, spec: BatchSpec) -> list[str]:
-    """Return sentences on likely mistakes in data.train and what is read of it. Raises as `large_numbers`."""
+def doubts(config: Config, datasets: Mapping[str, Dataset], spec: BatchSpec) -> list[str]:
+    """Return sentences on likely mistakes in the data of a run, and in what is read of data.train.
+
+    Args:
+        datasets: by role, as `Inputs` has them. spec: of data.train.
+
+    Raises:
+        BadDataError: the first rows of data.train cannot be read.
+    """
+    train = datasets["train"]
     of_features = doubtful_lists(config, train.schema) + labels_as_features(config, spec.labels)
-    return of_features + copied_files(train) + large_numbers(train, spec) + constant_labels(train, spec)
+    of_files = copied_files(train) + trained_files(datasets)
+    return of_features + of_files + large_numbers(train, spec) + constant_labels(train, spec)
 
 
 def large_numbers(train: Dataset, spec: BatchSpec) -> list[str]:
@@ -195,12 +204,9 @@ def check_known(dataset: Dataset, label: FloatColumn) -> None:
 
 def copied_files(train: Dataset) -> list[str]:
     """Return a sentence on files of data.train that are copies of others, as their sizes and footers tell."""
-    groups, first, copies = train.row_groups, dict[tuple[int, int], str](), []
-    num_rows = np.bincount(groups.file, groups.num_rows, train.num_files)
-    keys = zip(train.file_digests.tolist(), train.file_sizes.tolist(), strict=True)
-    for path, key, rows in zip(groups.paths, keys, num_rows, strict=True):
-        # Files of few rows may be alike by chance.
-        if rows >= _FEW_ROWS and (other := first.setdefault(key, path)) != path:
+    first, copies = dict[tuple[int, int], str](), []
+    for path, key in _contents(train):
+        if key is not None and (other := first.setdefault(key, path)) != path:
             copies.append((path, other))
     if not copies:
         return []
@@ -210,6 +216,35 @@ def copied_files(train: Dataset) -> list[str]:
         f"config key '{train.key}': '{path}' is a copy of '{other}'{more}, whose rows are trained as often as they are "
         f"there; if they should not be, move them elsewhere"
     ]
+
+
+def trained_files(datasets: Mapping[str, Dataset]) -> list[str]:
+    """Return sentences on files of data.valid and data.test, or copies of them, whose rows data.train has as well.
+
+    Args:
+        datasets: by role, as `Inputs` has them.
+    """
+    train, sentences = datasets["train"], []
+    paths, keys = map(set, zip(*_contents(train), strict=True))
+    for dataset in (datasets[role] for role in ("valid", "test") if role in datasets):
+        shared = [path for path, key in _contents(dataset) if path in paths or (key is not None and key in keys)]
+        # A filter of its own may take the rows that the one of data.train leaves out.
+        if shared and dataset.filter in (None, train.filter):
+            sentences.append(
+                f"config key '{dataset.key}': {len(shared):,} of its {dataset.num_files:,} files are trained on too, "
+                f"such as '{shared[0]}', so that its metrics are of rows that the model has seen; name other files, or "
+                f"part their rows by data.filter={{train: …, valid: …}}"
+            )
+    return sentences
+
+
+def _contents(dataset: Dataset) -> Iterator[tuple[str, tuple[int, int] | None]]:
+    """Yield each file with what tells its contents; None of few rows, which may be alike by chance."""
+    groups = dataset.row_groups
+    num_rows = np.bincount(groups.file, groups.num_rows, dataset.num_files)
+    keys = zip(dataset.file_digests.tolist(), dataset.file_sizes.tolist(), strict=True)
+    for path, key, rows in zip(groups.paths, keys, num_rows, strict=True):
+        yield path, key if rows >= _FEW_ROWS else None
 
 
 def constant_labels(train: Dataset, spec: BatchSpec) -> list[str]:

@@ -230,8 +230,8 @@ def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[I
     inputs, changes = fit_inputs(learned) if asked.memory.fit else (learned, [])
     if source is not None and asked.memory.fit:
         refuse_differences(inputs.config, source.marker.meaning, source.path, source.init)
-    train, spec = inputs.datasets["train"], inputs.spec("train")
-    for sentence in opened.world.from_rank_zero(lambda: doubts(asked, train, spec)):
+    datasets, spec = inputs.datasets, inputs.spec("train")
+    for sentence in opened.world.from_rank_zero(lambda: doubts(asked, datasets, spec)):
         logger.warning("%s", sentence)
     return inputs, changes
 
