@@ -10,7 +10,7 @@ import pytest
 from launch import ROOT, fork_train, run_recsys
 
 from recsys.__main__ import main
-from recsys.runtime.arguments import as_names, names
+from recsys.runtime.arguments import as_names, names, with_data
 from recsys.serving import score
 
 SAMPLE = "configs/dlrm_sample.yaml"
@@ -56,6 +56,13 @@ def test_help_takes_no_library(script: str) -> None:
     done = run("-X", "importtime", *script.split())
     assert done.returncode == 0 and "usage: " in done.stdout
     assert imports_none(done, "torch", "numpy")
+
+
+def test_a_partition_of_the_current_folder_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "day=5").mkdir()
+    changes = ["day=6", "data.filter=x > 1", f"topology={'x' * 300}"]
+    assert with_data(["day=5", *changes, "logs/day=7"]) == [*changes, 'data.test=["day=5", "logs/day=7"]']
 
 
 _OF_RUNS = ["evaluate {}", "predict {} a b", "recommend {} a b", "embeddings {} item b", "export {} b"]

@@ -47,7 +47,7 @@ def check_bounds(options: Any) -> None:
     for option in fields(options):
         flag, value = f"--{option.name.replace('_', '-')}", getattr(options, option.name)
         least, most = option.metadata.get("least"), option.metadata.get("most")
-        if least is not None and value < least:
+        if least is not None and not value >= least:  # nor is nan
             raise UserError(f"{flag} must be at least {least}, got {value}")
         if most is not None and value > most:
             raise UserError(f"{flag} must be at most {most}, got {value}")

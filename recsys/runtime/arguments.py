@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -126,10 +127,13 @@ def add_changes(parser: argparse.ArgumentParser, about: str) -> None:
 def with_data(words: list[str]) -> list[str]:
     """Return changes of a config with the words that are none, which are paths, as data.test.
 
+    So is the name of a folder of a partition, such as day=5, as no section may be changed as a whole.
+
     Raises:
         UserError: data.test is among the changes too.
     """
-    paths = [word for word in words if "=" not in word or "/" in word.partition("=")[0]]
+    pairs = [(word, word.partition("=")[0]) for word in words]
+    paths = [w for w, key in pairs if "=" not in w or "/" in key or ("." not in key and os.path.exists(w))]
     changes = [word for word in words if word not in paths]
     named = [word for word in changes if word.partition("=")[0].strip() == "data.test"]
     if named and paths:

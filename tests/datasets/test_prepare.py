@@ -364,7 +364,7 @@ MISTAKES = {
     "csv {log} --out {tmp}/o --where stars>9": "too few rows match --where",
     "retrieval {log} --out {tmp}/o --valid {log} --split-column part": "--valid and --test are a split by themselves",
     "csv {log} --out {tmp}": "not made by this script",
-    "synthetic --out {tmp}/o --rows 0": "--rows must be at least 1",
+    "synthetic --out {tmp}/o --alpha nan": "--alpha must be at least 0, got nan",
     "synthetic --out {tmp}/o --unseen 1.5": "--unseen must be at most 1",
     "synthetic --out {tmp}/o --shape cube": "invalid choice",
     "movielens-100k --out {tmp}/o --cache {tmp}/bad": "not the RecBole 1.2.1 wheel",
