@@ -17,6 +17,10 @@ CONVERT = "convert the file, say with iconv"
 _NO_QUOTES = "add --quote '' if a quote is a letter like others there"
 # By their first four bytes.
 _PACKED = {b"PK\x03\x04": "a zip archive", b"\xfd7zX": "compressed by xz", b"7z\xbc\xaf": "a 7z archive"}
+_JSON = (
+    "{} holds JSON, and no delimited text; write its records as Parquet, as by pyarrow.json.read_json of a file with "
+    "one a line, and pyarrow.parquet.write_table"
+)
 # A number or a date in place of a column's name.
 _NUMBER = r"^[-+]?[0-9]+([.,][0-9]*)?([eE][-+]?[0-9]+)?$"
 _VALUE = re.compile(rf"{_NUMBER}|\d{{4}}-\d\d-\d\d.*")
@@ -72,7 +76,18 @@ def told(path: Path) -> Iterator[None]:
             message, hint = "a row goes on over 4 MiB of text, as after a quote that nothing closes", f"; {_NO_QUOTES}"
         if "Expected 1 columns" in message:
             hint = "; if another sign than a comma divides its columns, name it, as in --delimiter ';'"
+        if _is_list_of_json(path):
+            raise UserError(_JSON.format(path)) from None
         raise UserError(f"{path}: {message}{hint}") from None
+
+
+def _is_list_of_json(path: Path) -> bool:
+    """Return whether a file begins as a list of records of JSON, on one line or on several."""
+    try:
+        with path.open("rb") as file:
+            return re.match(rb"\s*\[\s*\{", file.read(64)) is not None
+    except OSError:
+        return False
 
 
 def check_quotes(batch: pa.RecordBatch, path: Path, delimiter: str) -> None:
@@ -108,10 +123,7 @@ def _rows_in_text(schema: pa.Schema, place: int, delimiter: str) -> str | None:
 def check_names(names: list[str], path: Path) -> None:
     """Raise a UserError if the first line of a file holds no names of columns, but a record of JSON, or values."""
     if names[0].startswith(("{", "[{")):
-        raise UserError(
-            f"{path} holds JSON, and no delimited text; write its records as Parquet, as by pyarrow.json.read_json of "
-            f"a file with one a line, and pyarrow.parquet.write_table"
-        )
+        raise UserError(_JSON.format(path))
     values = [name for name in names if _VALUE.fullmatch(name)]
     if values and values != [str(i) for i in range(len(values))]:  # as pandas names columns that have no names
         raise UserError(

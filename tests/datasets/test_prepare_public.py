@@ -106,7 +106,15 @@ def test_whole_numbers_beyond_int64_are_not_rounded(tmp_path: Path) -> None:
     assert _converted(tmp_path, text, delimiter=",", types={"id": "float64"})["id"][3] == 7.0
 
 
-@pytest.mark.parametrize("text", ['{"user": "A1", "stars": 5}\n{"user": "A2", "stars": 1}\n', '[{"user": 1}]\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"user": "A1", "stars": 5}\n{"user": "A2", "stars": 1}\n',
+        '[{"user": 1}]\n',
+        '[{"user": 1}]',
+        '[\n  {"user": 1,\n   "stars": 5}]\n',
+    ],
+)
 def test_json_is_no_delimited_text(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match=r"a\.tsv holds JSON, .* pyarrow\.json\.read_json"):
         _converted(tmp_path, text, delimiter=",")
