@@ -6,7 +6,7 @@ Every key of a config is compared unless it is listed here as free, so that a ke
 import json
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from enum import Enum
 from fnmatch import translate
@@ -136,13 +136,21 @@ def refuse_differences(config: Config, saved: dict[str, Any], path: object, init
         return
     differences = "; ".join(f"'{key}' is {new}, and was {old}" for key, (new, old) in list(shown_values.items())[:8])
     more = f"; and {len(shown_values) - 8} more" if len(shown_values) > 8 else ""
-    before = " ".join(
-        f"{key}={old}" for key, (_, old) in list(shown_values.items())[:8] if key != "features" and old != _NOT_SET
-    )
+    before = {key: old for key, (_, old) in list(shown_values.items())[:8] if key != "features" and old != _NOT_SET}
     raise UserError(
         f"config key {differences}{more}, where checkpoint '{path}' was trained, so that its rows and numbers would "
-        f"stand for something else; set {before or 'them as they were'}, or {_advice(path, list(shown_values), init)}"
+        f"stand for something else; {_back(before, config)}, or {_advice(path, list(shown_values), init)}"
     )
+
+
+def _back(before: Mapping[str, str], config: Config) -> str:
+    """Return how keys get the values that they had before."""
+    # Of a model of the user's own, whose class may have been changed since.
+    gone = [key for key in before if key.startswith("model.") and not hasattr(config.model, key.split(".")[1])]
+    settings = " ".join(f"{key}={value}" for key, value in before.items() if key not in gone)
+    class_back = f"give the class of model.name its key {', '.join(gone)} back" if gone else ""
+    set_back = f"set {settings or 'them as they were'}" if settings or not gone else ""
+    return " and ".join(filter(None, (set_back, class_back)))
 
 
 def _advice(path: object, keys: list[str], init: InitConfig | None) -> str:

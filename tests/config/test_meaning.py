@@ -311,6 +311,15 @@ def test_what_another_run_may_change(options: Any, init: Any, free: bool, tmp_pa
             refuse_differences(config, before, "there", InitConfig(**init))
 
 
+def test_a_key_that_the_class_has_no_more_cannot_be_set(tmp_path: Path) -> None:
+    config = load(tmp_path, RANKER, "seed=2")
+    before = saved(config) | {"model.width": 8, "seed": 1}
+    with pytest.raises(UserError, match=r"; set seed=1 and give the class of model\.name its key model\.width back"):
+        refuse_differences(config, before, "there", None)
+    with pytest.raises(UserError, match=r"; give the class of model\.name its key model\.width back, or start a run"):
+        refuse_differences(config, saved(config) | {"model.width": 8}, "there", None)
+
+
 def test_what_is_allowed_must_be_a_key(tmp_path: Path) -> None:
     config = load(tmp_path, RANKER)
     with pytest.raises(UserError, match=r"'features.prize.log1p' is no key .*did you mean 'features.price.log1p'"):
