@@ -88,6 +88,11 @@ def disk_problem(error: Exception) -> Exception:
     return UserError(f"{what} cannot be written or read ({why(error)}); mend that, and start it again")
 
 
+def system_problem(error: Exception) -> Exception:
+    """Return an error of files, or of a limit of threads and processes, as a UserError, and any other as it is."""
+    return disk_problem(_limit_problem(error))
+
+
 def _limit_problem(error: Exception) -> Exception:
     """Return an error of a thread or process that the system does not start as a UserError, and any other as it is."""
     if not isinstance(error, BlockingIOError) and str(error) not in _NOT_STARTED:
@@ -224,7 +229,7 @@ def end_run(error: Exception) -> NoReturn:
         error = UserError(f"memory has run out: {said}; free some, or make the run smaller")
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "recsys":
         error = UserError(f"the Python package '{error.name}' is not installed; `bash scripts/setup.sh` installs all")
-    error = disk_problem(_limit_problem(error))
+    error = system_problem(error)
     known = isinstance(error, UserError | LostPeerError | StuckError)
     text = f"{_TOLD}{error}" if known else "".join(traceback.format_exception(error)).rstrip()
     if not isinstance(error, EchoError):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from recsys.config import Device
-from recsys.errors import EchoError, LostPeerError, StuckError, UserError, disk_problem, is_out_of_memory
+from recsys.errors import EchoError, LostPeerError, StuckError, UserError, is_out_of_memory, system_problem
 from recsys.runtime.environment import keep_freed_memory
 from recsys.runtime.launch import is_launched, local_ranks
 from recsys.runtime.threads import computing_threads
@@ -171,7 +171,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     except UserError as error:
         return None, error
     except Exception as error:
-        explained = disk_problem(error)
+        explained = system_problem(error)
         if explained is not error:
             return None, explained
         # Not every exception can be pickled, but its text can; the traceback is printed here.
@@ -220,7 +220,7 @@ def open_world(
         gc.collect()
         world.barrier()
     except Exception as error:
-        explained = world.explain(disk_problem(error))
+        explained = world.explain(system_problem(error))
         if explained is error:
             raise
         raise explained from error

@@ -158,3 +158,11 @@ def test_a_rank_that_only_works_long_is_told_with_the_key_that_others_wait_by() 
     slow, gone = (str(as_lost_peer(RuntimeError(text))) for text in errors)
     assert slow.endswith("complete); one that reads data before training is waited for by run.stuck_after_s")
     assert gone.endswith("(Connection closed by peer)")
+
+
+def test_a_thread_that_one_rank_does_not_get_is_a_sentence_on_all() -> None:
+    def start() -> None:
+        raise RuntimeError("can't start new thread")
+
+    with open_world(Device.cpu, 1) as world, pytest.raises(UserError, match="starts no further thread or process"):
+        world.agree(start)
