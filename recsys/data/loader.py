@@ -13,9 +13,10 @@ import torch
 from recsys.data.batch import Batch, MicroBatches, Sampled
 from recsys.data.collate import Chunk, collate
 from recsys.data.dataset import Dataset
-from recsys.data.decode import SegmentReader
+from recsys.data.decode import CACHED_ROW_GROUPS, SegmentReader
 from recsys.data.negatives import ItemSampler
 from recsys.data.order import (
+    FIRST_WINDOW,
     EpochOrder,
     Position,
     Segment,
@@ -89,7 +90,7 @@ class Loader:
         self._shares = shares(self._slots, rank, world_size)
         bounds = {share.stream: stream_bounds(self._slots, share.stream, self._num_rows) for share in self._shares}
         self._lengths = {stream: stop - start for stream, (start, stop) in bounds.items()}
-        self._reader: SegmentReader | PermutedReader = SegmentReader(dataset)
+        self._reader: SegmentReader | PermutedReader = SegmentReader(dataset, kept=_kept_row_groups(dataset, options))
         if permutation is not None:
             self._reader, spec = permutation.reader(dataset, spec), permutation.spec(spec)
         self._spec = spec
@@ -290,6 +291,18 @@ class _StreamReader:
         needed = (placed for placed in self._windows if placed.stop > row)
         for placed in islice(needed, count):
             self._pending.append((placed, self._source(placed)))
+
+
+def _kept_row_groups(dataset: Dataset, options: LoaderOptions) -> int:
+    """Return how many row groups that are read in parts are worth keeping.
+
+    The row group that a stream ends in is the one that the next begins in. It is wanted twice within a few windows only
+    where streams are short; else tables would be kept for an epoch, to save the decoding of two row groups.
+    """
+    groups = dataset.row_groups
+    are_short = len(groups) <= options.num_streams
+    are_small = groups.num_bytes.max(initial=0) * FIRST_WINDOW <= options.window_bytes
+    return CACHED_ROW_GROUPS if are_short or are_small else 0
 
 
 def _read_ahead(batches: Iterator[Batch], thread: Executor, depth: int) -> Iterator[Batch]:

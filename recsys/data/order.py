@@ -18,7 +18,7 @@ import numpy as np
 # Of a window, so that a dataset of many small files does not open all of them before its first batch.
 _MOST_SEGMENTS = 16
 _FIRST_SEGMENTS = 4  # of a stream's first window
-_FIRST_WINDOW = 16  # the first has a sixteenth of the bytes, the next an eighth …, so that an epoch begins soon
+FIRST_WINDOW = 16  # the first has a sixteenth of the bytes, the next an eighth …, so that an epoch begins soon
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +143,7 @@ class EpochOrder:
         pending: list[Segment] = []
         size = number = 0
         for segment, num_bytes in self._segments(stream):
-            most_bytes = self.window_bytes // max(1, _FIRST_WINDOW >> number)
+            most_bytes = self.window_bytes // max(1, FIRST_WINDOW >> number)
             most_segments = _MOST_SEGMENTS if number else _FIRST_SEGMENTS
             if pending and (size + num_bytes > most_bytes or len(pending) >= most_segments or not self.shuffle):
                 yield self._window(stream, number, pending)

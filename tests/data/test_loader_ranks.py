@@ -1,5 +1,6 @@
 """The loader on any number of ranks, one after the other, and its tail and its memory."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -7,10 +8,12 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from rows import OPTIONS, SPEC, Row, build, numbers, read, rows, write
 
 from recsys.data.dataset import Dataset
+from recsys.data.decode import SegmentReader
 from recsys.data.loader import Loader
 from recsys.data.order import Position
 from recsys.data.parquet import open_dataset
@@ -177,3 +180,28 @@ def test_batches_that_are_kept_stay_as_they_are(dataset):
     assert [rows(batch) for batch in kept] == [
         found for batch in build(dataset, 8).batches(num_epochs=3) for found in [rows(batch)]
     ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "streams", "window_bytes", "decoded", "alive"),
+    [(5, 8, 1, 8, 2), (8, 5, 1, 12, 0), (8, 5, 1 << 20, 8, 2)],
+    ids=["short streams", "long streams", "small row groups"],
+)
+def test_row_groups_are_kept_where_streams_are_short(
+    tmp_path, monkeypatch, groups, streams, window_bytes, decoded, alive
+):
+    """A stream ends in the row group that the next one begins in, which long ones want again after an epoch."""
+    tables: list[weakref.ref[pa.Table]] = []
+    original = SegmentReader.row_group
+
+    def row_group(self: SegmentReader, number: int) -> pa.Table:
+        table = original(self, number)
+        tables.append(weakref.ref(table))
+        return table
+
+    monkeypatch.setattr(SegmentReader, "row_group", row_group)
+    loader = build(write(tmp_path, [[10] * groups]), 2 * streams, num_streams=streams, window_bytes=window_bytes)
+    batches = loader.batches()
+    next(batches)
+    assert sum(table() is not None for table in tables) == alive
+    assert sum(1 for _ in batches) and len(tables) == decoded

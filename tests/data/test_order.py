@@ -112,7 +112,7 @@ def test_windows_are_not_cut_without_need(monkeypatch):
     windows = windows_of(epoch_order([[10] * 40], num_streams=1, window_bytes=800), 0)
     assert [window.num_rows for window in windows] == [10, 10, 20, 50, 100, 100, 100, 10], "the first ones double"
     # A piece of a row group counts with its share of the bytes.
-    monkeypatch.setattr("recsys.data.order._FIRST_WINDOW", 1)
+    monkeypatch.setattr("recsys.data.order.FIRST_WINDOW", 1)
     order = epoch_order([[30] * 4], num_streams=3, window_bytes=320)
     assert [len(windows_of(order, v)) for v in range(3)] == [1, 1, 1]
 
