@@ -129,11 +129,7 @@ def _check_optimizer(settings: TableOptimizerConfig, key: str) -> None:
 
 
 def check_ranks(config: Config, world_size: int) -> None:
-    """Refuse a global batch with fewer rows than ranks.
-
-    Raises:
-        UserError: a batch has fewer rows than there are ranks.
-    """
+    """Raise a UserError if a global batch has fewer rows than there are ranks."""
     for key in ("global_batch_size", "eval_batch_size"):
         size = getattr(config.train, key)
         if size is not None and size < world_size:

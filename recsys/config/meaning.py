@@ -25,35 +25,20 @@ FREE = (
     # where a run writes, what it runs on, and what is predicted and measured of it
     *("run.*", "memory.*", "topology.*", "debug"),
     # which files, since they are compared by their footers; how they are read
-    *("data.train", "data.valid", "data.test", "data.items", "data.filter.*", "data.num_threads"),
-    "data.processes",
+    *("data.train", "data.valid", "data.test", "data.items", "data.filter.*", "data.num_threads", "data.processes"),
     *("data.prefetch_batches", "data.verify_checksums", "data.retries", "data.max_bad_*", "data.drop_last"),
     "data.candidates_column",
     # how fast and in what micro-batches training goes on, what is saved of it, and types of numbers that are not saved
     *("train.eval_batch_size", "train.micro_batch_*", "train.epochs", "train.max_*steps", "train.*_every_*"),
     *("train.keep_checkpoints", "train.async_checkpoints", "train.activation_checkpointing", "train.compile"),
-    *("train.activation_offload", "train.dense_sharding", "train.check_every_step"),
-    *(
-        "train.publish.*",
-        "train.init_from",
-        "train.init.*",
-        "train.early_stop.patience",
-        "optimizer.schedule.*",
-        "precision.*",
-    ),
+    *("train.activation_offload", "train.dense_sharding", "train.check_every_step", "train.publish.*"),
+    *("train.init_from", "train.init.*", "train.early_stop.patience", "optimizer.schedule.*", "precision.*"),
     *(f"*optimizer*.{name}" for name in ("learning_rate", "eps", "l1", "beta1", "beta2", "momentum", "weight_decay")),
     *("*optimizer*.state_dtype", "*optimizer*.allow_column_split", "optimizer.dense.clip_norm"),
     # of tables: where their rows lie, and their first weights; a vocabulary's ids are compared by its digest
-    *("tables.*.sharding_type", "tables.*.compute_kernel", "tables.*.cache_load_factor"),
-    *(
-        "tables.*.stochastic_rounding",
-        "tables.*.init_range",
-        "tables.*.l2",
-        "tables.*.l2_all_rows",
-        "tables.*.sparsity*",
-        "tables.*.vocabulary",
-    ),
-    "tables.*.min_count",
+    *("tables.*.sharding_type", "tables.*.compute_kernel", "tables.*.cache_load_factor", "tables.*.min_count"),
+    *("tables.*.stochastic_rounding", "tables.*.init_range", "tables.*.l2", "tables.*.l2_all_rows"),
+    *("tables.*.sparsity*", "tables.*.vocabulary"),
 )
 # Keys that a run that goes on must keep, and one that starts from its weights need not: they give their meaning to the
 # position in the data and the best metric so far, or say how weights are read.

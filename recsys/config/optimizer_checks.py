@@ -13,8 +13,8 @@ def check_optimizers(config: Config) -> None:
     for name in config.tables:
         _check_table_optimizer(config.table_optimizer(name), config.table_optimizer_key(name))
     _check_plateau(config)
-    if not config.train.check_every_step:
-        _check_unchecked_steps(config)
+    if not config.train.check_every_step and (key := next(_needing_checks(config), None)):
+        raise UserError(f"config key 'train.check_every_step' must be true with {key}")
 
 
 def _check_table_optimizer(optimizer: TableOptimizerConfig, key: str) -> None:
@@ -63,13 +63,8 @@ def check_replicated(config: Config, name: str, table: TableConfig) -> None:
         )
 
 
-def _check_unchecked_steps(config: Config) -> None:
-    """Refuse what a step that is not finite would change, where no one waits to learn that it is not."""
-    if key := next(_needing_checks(config), None):
-        raise UserError(f"config key 'train.check_every_step' must be true with {key}")
-
-
 def _needing_checks(config: Config) -> Iterator[str]:
+    """Yield what a step that is not finite would change, where no one waits to learn that it is not."""
     dense = config.optimizer.dense.name
     if config.precision.autocast is Autocast.fp16:
         yield "precision.autocast=fp16, whose loss scale follows each step"

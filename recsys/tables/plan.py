@@ -49,9 +49,7 @@ _MEMORY_BINS = 128
 _ENOUGH = 1 << 60  # bytes, where a plan is made to see how much it takes
 
 
-def make_plan(
-    step: nn.Module, sharders: list[Any], config: Config, topology: Topology, must_fit: bool = True
-) -> ShardingPlan:
+def make_plan(step: nn.Module, sharders: list[Any], config: Config, topology: Topology, must_fit: bool) -> ShardingPlan:
     """Return the fastest plan, by torchrec's estimates, that leaves `_RESERVED_SHARE` of the memory free.
 
     Where none does, it is the plan whose fullest rank takes least, of those that fit at all: how much else a run takes
