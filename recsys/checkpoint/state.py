@@ -14,11 +14,11 @@ from recsys.checkpoint.files import file_problem
 from recsys.checkpoint.tensor_files import Entry, check_entries
 from recsys.data.order import Position
 from recsys.errors import UserError
-from recsys.runtime.checkpoint_folders import MARKER, MARKER_OF_FORMAT_1, checkpoints_of
+from recsys.runtime.checkpoint_folders import MARKER, checkpoints_of
 from recsys.runtime.files import replace_file
 from recsys.runtime.world import World
 
-# 4 was written by torch.distributed.checkpoint; 3 did not say what its rows and numbers stand for
+# Version 0.1.0 wrote 4, by torch.distributed.checkpoint.
 FORMAT = 5
 _ASIDE = ".tmp"
 _REFUSED = ".refused"
@@ -107,16 +107,16 @@ class Marker:
             UserError: it is missing or damaged, describes tensors other than those that fill the files, or the
                 checkpoint is of another format.
         """
-        path = folder / MARKER
-        if not path.is_file() and (folder / MARKER_OF_FORMAT_1).is_file():
-            raise OtherFormatError(_other_format(folder, 1))
         try:
-            checksum, _, text = path.read_text().removesuffix("\n").partition("\n")
+            checksum, _, text = (folder / MARKER).read_text().removesuffix("\n").partition("\n")
             if checksum != _checksum(text):
                 raise ValueError("it has changed since it was written")
             content = json.loads(text)
             if (number := content.pop("format")) != FORMAT:
-                raise OtherFormatError(_other_format(folder, number))
+                raise OtherFormatError(
+                    f"checkpoint '{folder}' has format {number}, and this version reads format {FORMAT} alone; go on "
+                    f"with the version that wrote it, or start a new run"
+                )
             files = {name: (size, digest) for name, (size, digest) in content.pop("files").items()}
             facts = {name: (size, digest) for name, (size, digest) in content.pop("facts").items()}
             if outside := [
@@ -151,13 +151,6 @@ def _check_types(*records: Any) -> None:
 
 class OtherFormatError(UserError):
     """A checkpoint of another format."""
-
-
-def _other_format(folder: Path, number: int) -> str:
-    return (
-        f"checkpoint '{folder}' has format {number}, and this version reads format {FORMAT} alone; go on with the "
-        f"version that wrote it, or start a new run"
-    )
 
 
 def _checksum(text: str) -> str:

@@ -5,7 +5,6 @@ from pathlib import Path
 from recsys.errors import UserError
 
 MARKER = "checkpoint.json"  # written last; without it a folder is no checkpoint
-MARKER_OF_FORMAT_1 = "state.json"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -23,7 +22,7 @@ def checkpoints_of(path: str | Path, key: str) -> list[Path]:
         UserError: there is none.
     """
     path = Path(path)
-    if any((path / name).is_file() for name in (MARKER, MARKER_OF_FORMAT_1)):
+    if (path / MARKER).is_file():
         return [path]
     checkpoints = list_checkpoints(path / "checkpoints")
     if not checkpoints:

@@ -203,13 +203,13 @@ def test_an_old_one_that_somebody_reads_over_nfs_is_removed_later(
     assert names(tmp_path) == ["latest", "step-000000004"]
 
 
-def test_another_format_is_named(world: World, tmp_path: Path) -> None:
+def test_another_format_is_named(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = checkpoints(tmp_path / "c", world)
     saved.save(tensors(1), state(1))
-    old = tmp_path / "c/step-000000002"
-    old.mkdir()
-    (old / "state.json").write_text("{}")
-    with pytest.raises(UserError, match="has format 1, and this version reads format 5 alone"):
+    with monkeypatch.context() as earlier:
+        earlier.setattr(state_module, "FORMAT", 4)
+        saved.save(tensors(2), state(2))
+    with pytest.raises(UserError, match="has format 4, and this version reads format 5 alone"):
         saved.newest_valid()
 
 
