@@ -3,7 +3,7 @@
 import gzip
 import lzma
 import zipfile
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -167,7 +167,7 @@ def test_texts_that_are_no_times_name_the_option_that_reads_them(tmp_path: Path)
 @pytest.mark.parametrize("zone", ["", "Z"])
 def test_times_of_whole_seconds_may_have_fractions_later(tmp_path: Path, monkeypatch, zone: str) -> None:
     monkeypatch.setattr(delimited, "BLOCK_BYTES", 64)
-    whole, moment = "2026-11-01T10:00:00", datetime(2026, 11, 1, 10, tzinfo=UTC if zone else None)
+    whole, moment = "2026-11-01T10:00:00", datetime(2026, 11, 1, 10, tzinfo=timezone.utc if zone else None)
     times = _converted(tmp_path, "a,then\n" + f"1,{whole}{zone}\n" * 4 + f"2,{whole}.25{zone}\n", delimiter=",")["then"]
     assert times == [*[moment] * 4, moment + timedelta(seconds=0.25)]
     with pytest.raises(UserError, match=r"zone offset in '.*'; write all times of a column with a zone offset or none"):
