@@ -24,7 +24,7 @@ def gradients(layer: nn.Module, x: torch.Tensor, by_output: torch.Tensor) -> lis
     return list(torch.autograd.grad(outputs, wanted, by_output))
 
 
-def on_one_thread_and_two(compute: Callable[[], list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+def on_one_thread_and_two(compute: Callable[[], list[Any]]) -> list[list[Any]]:
     found, threads = [], torch.get_num_threads()
     try:
         for number in (1, 2):
@@ -35,55 +35,42 @@ def on_one_thread_and_two(compute: Callable[[], list[torch.Tensor]]) -> list[lis
     return found
 
 
-@pytest.mark.parametrize("shape", [(64, 33), (64, 1), (1, 64), (1, 3000), (700, 800), (1500, 600), (2, 300_000)])
-def test_one_process_sums_as_two(shape: tuple[int, int]) -> None:
-    """On two threads what two processes get on one thread each and add up; numbers are those of a plain layer."""
-    torch.manual_seed(0)
-    width, outputs = shape
-    x, by_output = torch.randn(128, width), torch.randn(128, outputs)
-    plain, whole, half = (nn.Linear(width, outputs) for _ in range(3))
-    for layer in (whole, half):
-        layer.load_state_dict(plain.state_dict())
-    expected = gradients(plain, x, by_output)
+def run(layers: nn.Module, x: torch.Tensor, by_output: torch.Tensor, first: int) -> list[torch.Tensor]:
+    """Return the gradients by rows `first` and on of a batch, and by parameters."""
+    set_dropout_keys(dropouts(layers), 1, 2, torch.arange(first, first + len(x)))
+    return gradients(layers, x.detach().clone(), by_output)
+
+
+def hold_to_halves(build: Callable[[], nn.Module], x: torch.Tensor, by_output: torch.Tensor) -> None:
+    """Hold what one process sums on any threads to what two, of one each, add up, and to what plain layers give."""
+    plain, whole, half = (build() for _ in range(3))
+    for layers in (whole, half):
+        layers.load_state_dict(plain.state_dict())
+    expected = run(plain, x, by_output, 0)
     sum_in_halves(whole, 1)
     sum_in_halves(half, 2)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        found = gradients(whole, x, by_output)
-        torch.set_num_threads(1)
-        parts = [gradients(half, x[rows].detach(), by_output[rows]) for rows in (slice(64), slice(64, None))]
-    finally:
-        torch.set_num_threads(threads)
+    cuts = slice(0, len(x) // 2), slice(len(x) // 2, len(x))
+    parts, _ = on_one_thread_and_two(lambda: [run(half, x[rows], by_output[rows], rows.start) for rows in cuts])
+    for found in on_one_thread_and_two(lambda: run(whole, x, by_output, 0)):
+        assert torch.equal(found[0], torch.cat([part[0] for part in parts]))
+        for of_whole, first, second in zip(found[1:], parts[0][1:], parts[1][1:], strict=True):
+            assert torch.equal(of_whole, first + second)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(whole(x), plain(x), rtol=1e-4, atol=1e-4)
-    assert torch.equal(found[0], torch.cat([part[0] for part in parts]))
-    for of_whole, first, second in zip(found[1:], parts[0][1:], parts[1][1:], strict=True):
-        assert torch.equal(of_whole, first + second)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(64, 33), (64, 1), (1, 64), (1, 3000), (700, 800), (1500, 600), (2, 300_000)])
+def test_one_process_sums_as_two(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    width, outputs = shape
+    hold_to_halves(lambda: nn.Linear(width, outputs), torch.randn(128, width), torch.randn(128, outputs))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_layers_that_are_normalised_sum_in_halves_too(dropout: float) -> None:
     torch.manual_seed(0)
     x, by_output = torch.randn(700, 30), torch.randn(700, 4)
-    plain, whole, half = (nn.Sequential(mlp(30, [64, 32], 4, dropout, layer_norm=True)) for _ in range(3))
-    for layers in (plain, whole, half):
-        layers.load_state_dict(plain.state_dict())
-    expected = run(plain, x, by_output, 0)
-    sum_in_halves(whole, 1)
-    sum_in_halves(half, 2)
-    for found in on_one_thread_and_two(lambda: run(whole, x, by_output, 0)):
-        parts = [run(half, x[rows], by_output[rows], rows.start) for rows in (slice(0, 350), slice(350, 700))]
-        assert torch.equal(found[0], torch.cat([part[0] for part in parts]))
-        for of_whole, first, second in zip(found[1:], parts[0][1:], parts[1][1:], strict=True):
-            assert torch.equal(of_whole, first + second)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def run(layers: nn.Module, x: torch.Tensor, by_output: torch.Tensor, first: int) -> list[torch.Tensor]:
-    """Return the gradients by rows `first` and on of a batch, and by parameters."""
-    set_dropout_keys(dropouts(layers), 1, 2, torch.arange(first, first + len(x)))
-    return gradients(layers, x.detach().clone(), by_output)
+    hold_to_halves(lambda: nn.Sequential(mlp(30, [64, 32], 4, dropout, layer_norm=True)), x, by_output)
 
 
 def test_odd_rows_frozen_weights_and_checkpoints() -> None:
