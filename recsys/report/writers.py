@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from recsys.errors import UserError
 from recsys.report.record import figures, leaves, read_config
 from recsys.runtime.files import naming, replace_file
 from recsys.runtime.logs import logger, to_json
+from recsys.runtime.versions import is_installed
 
 TENSORBOARD = "tensorboard"  # folder in the run directory
 _PACKAGES = {Tracker.tensorboard: "tensorboard", Tracker.wandb: "wandb", Tracker.mlflow: "mlflow"}
@@ -295,7 +295,7 @@ def import_trackers(config: Config) -> None:
     """
     for tracker in asked_trackers(config):
         package = _PACKAGES[tracker]
-        if find_spec(package) is None:
+        if not is_installed(package):
             raise UserError(
                 f"config key 'run.track.to': the Python package '{package}' is not installed; `pip install {package}` "
                 f"installs it, and without {tracker.name} in the list it is not needed"
@@ -307,7 +307,7 @@ def asked_trackers(config: Config) -> list[Tracker]:
     """Return the trackers that a config asks for: by default TensorBoard, if it is installed."""
     if config.run.track.to is not None:
         return config.run.track.to
-    return [Tracker.tensorboard] if find_spec("tensorboard") else []
+    return [Tracker.tensorboard] if is_installed("tensorboard") else []
 
 
 def open_writers(config: Config, run_dir: Path, step: int, plan: str) -> Writers:

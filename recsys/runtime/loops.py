@@ -7,13 +7,13 @@ that is compiled is one call for a whole column, takes less time, and other thre
 
 import importlib
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from recsys.runtime.counter_random import LAST_SHIFT, MIXING
 from recsys.runtime.logs import logger
+from recsys.runtime.versions import is_installed
 
 CHUNK = 65536  # ids worked on at once: few enough for the cache, and so many that NumPy's calls cost little
 # Arrays without dimensions: of a NumPy scalar, every call would make one.
@@ -43,7 +43,7 @@ def are_worth_compiling(num_threads: int, beside_gpu: bool) -> bool:
 
     Two threads by NumPy hardly wait for each other, but beside a GPU for the thread that trains.
     """
-    return num_threads > (0 if beside_gpu else _MOST_BY_NUMPY) and find_spec("numba") is not None
+    return num_threads > (0 if beside_gpu else _MOST_BY_NUMPY) and is_installed("numba")
 
 
 def compile_loops() -> bool:

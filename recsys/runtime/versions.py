@@ -4,6 +4,7 @@ import platform
 import re
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from recsys.errors import UserError
@@ -25,6 +26,12 @@ def installed_versions() -> dict[str, str]:
         if version := _version(name):
             versions[name] = version
     return versions
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported; a folder of its name without code, such as W&B's ./wandb, is none."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def own_version() -> str:

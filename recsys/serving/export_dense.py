@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from recsys.config import Config
 from recsys.errors import UserError
 from recsys.models.base import Model, Vectors
 from recsys.runtime.files import replace_file
+from recsys.runtime.versions import is_installed
 from recsys.serving.export_int8 import in_int8
 from recsys.serving.export_tables import Files
 from recsys.serving.finished import dense_weights
@@ -38,7 +38,7 @@ _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 def check_packages() -> None:
     """Raise a UserError if a package that exports need is missing."""
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    missing = [name for name in _PACKAGES if not is_installed(name)]
     if missing:
         raise UserError(
             f"export needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed; "

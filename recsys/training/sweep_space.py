@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from importlib.util import find_spec
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recsys.config import Config, load_config
 from recsys.errors import UserError
+from recsys.runtime.versions import is_installed
 
 # Keys that a sweep sets itself in each trial, and the reason for messages.
 _OF_SWEEP = {
@@ -64,7 +64,7 @@ def import_optuna() -> Any:
     Raises:
         UserError: it is not installed.
     """
-    if find_spec("optuna") is None:
+    if not is_installed("optuna"):
         raise UserError("recsys sweep needs optuna, which is not installed; `pip install optuna` installs it")
     import optuna
 

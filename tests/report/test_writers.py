@@ -96,7 +96,7 @@ from pathlib import Path
 from recsys.config import load_config
 from recsys.report import writers
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-writers.find_spec = lambda name: None
+writers.is_installed = lambda name: False
 config = load_config("{CONFIG}")
 writers.import_trackers(config)
 opened = writers.open_writers(config, Path("{tmp_path}"), 0, "plan")
@@ -111,7 +111,7 @@ assert not any(name.partition(".")[0] in ("tensorboard", "wandb", "mlflow") for 
 
 
 def test_a_missing_package_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writers, "find_spec", lambda name: None)
+    monkeypatch.setattr(writers, "is_installed", lambda name: False)
     with pytest.raises(UserError, match=r"'run.track.to': the Python package 'mlflow' is not installed"):
         import_trackers(load_config(CONFIG, ["run.track.to=[mlflow]"]))
 

@@ -194,3 +194,12 @@ def test_a_script_outside_of_its_environment(script: str, tmp_path: Path) -> Non
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "not installed for" in done.stderr and "scripts/setup.sh" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B makes a folder `wandb` where it is used, which Python imports as a package without code."""
+    (tmp_path / "some_folder").mkdir()
+    (tmp_path / "some_module.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("some_folder", "some_module", "torch", "nowhere")
+    assert [versions.is_installed(name) for name in names] == [False, True, True, False]
