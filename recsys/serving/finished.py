@@ -149,7 +149,7 @@ class OpenRun:
         self.run, self.world = run, world
         config = run.config
         check_alike(config, world)
-        torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
+        self._set_precision()
         is_cuda = world.device.type == "cuda"
         self._instead = world.from_rank_zero(lambda: check_device(config, is_cuda, world.world_size))
         self.source = Source(run.checkpoint, verify_checkpoint(run.checkpoint, world), init=None)
@@ -164,7 +164,11 @@ class OpenRun:
 
     def beside(self, roles: Sequence[str], *given: Given) -> Inputs:
         """Open other datasets for the model; arguments and errors as of the class."""
+        self._set_precision()  # since another run that was opened meanwhile has set its own
         return self.inputs.beside(self._footers, roles, given)
+
+    def _set_precision(self) -> None:
+        torch.set_float32_matmul_precision("high" if self.run.config.precision.tf32 else "highest")
 
     @property
     def _footers(self) -> Path:

@@ -47,7 +47,9 @@ def test_a_ranker(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     by_command = pq.read_table(tmp_path / "out")
     np.testing.assert_allclose(table["score"], by_command["score"], rtol=0, atol=1e-6)
+    torch.set_float32_matmul_precision("high")  # as another run that is opened, with precision.tf32
     again = run.predict(rows.slice(3, 5))
+    assert torch.get_float32_matmul_precision() == "highest"
     np.testing.assert_allclose(again["score"], table["score"].slice(3, 5), rtol=0, atol=1e-6)
     assert run.embeddings("hour").num_rows == 24
     for wrong, said in ((7, "DATA is a int"), (rows.drop_columns("price"), "has no column 'price'")):
