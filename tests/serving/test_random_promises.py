@@ -30,6 +30,7 @@ from random_promises import base, drawn_keys, write
 import recsys
 from recsys.config import Config
 from recsys.config.model import MODELS
+from recsys.runtime.arguments import as_names
 
 first, _, last = os.environ.get("RANDOM_SEEDS", "0-5").partition("-")
 SEEDS = range(int(first), int(last or first) + 1)
@@ -119,9 +120,8 @@ def assert_close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], tol
         np.testing.assert_allclose(ours[name], values, rtol=tolerance, atol=tolerance + 1e-6 * largest, err_msg=name)
 
 
-def assert_alike(it: RandomRun, ours: dict[int, float], theirs: dict[int, float]) -> None:
+def assert_alike(it: RandomRun, ours: dict[int, float], theirs: dict[int, float], close: float) -> None:
     """Compare the losses of each step that two ways to train one run have."""
-    close = it.tolerance(1e-3)
     assert "early_stop" in it.config["train"] or ours.keys() == theirs.keys()  # it may see another last digit
     for step in sorted(ours.keys() & theirs.keys()):
         if None in (ours[step], theirs[step]):  # which steps overflow in FP16 may depend on roundings
@@ -129,17 +129,28 @@ def assert_alike(it: RandomRun, ours: dict[int, float], theirs: dict[int, float]
         assert ours[step] == pytest.approx(theirs[step], rel=close, abs=close), step
 
 
+def assert_told_alike(ours: dict[str, Any], theirs: dict[str, Any], close: float) -> None:
+    """Compare what two runs tell, metrics up to a tolerance."""
+    assert {**ours, "metrics": None} == {**theirs, "metrics": None}
+    for part, metrics in theirs["metrics"].items():
+        assert ours["metrics"][part] == pytest.approx(metrics, rel=close, abs=close, nan_ok=True), part
+
+
 def check_ranks(it: RandomRun) -> None:
-    assert_alike(it, it.several[0], it.alone[0])
+    assert_alike(it, it.several[0], it.alone[0], it.tolerance(1e-3))
     if it.alone[0].keys() == it.several[0].keys():
         assert it.alone[1]["data"] == it.several[1]["data"]
 
 
 def check_order_of_gpus(it: RandomRun) -> None:
-    """GPUs have steps in another order, other pipelines and other exchanges than CPUs."""
+    """GPUs have steps in another order, other pipelines and other exchanges than CPUs, and round as often."""
     nproc = it.dice.choice([1, it.nproc, it.other])
-    losses, _ = it.train("as-gpus", nproc, before=step_as_gpus)
-    assert_alike(it, losses, (it.alone if nproc == 1 else it.several)[0])
+    theirs, close = it.alone if nproc == 1 else it.several, 2e-5
+    losses, told = it.train("as-gpus", nproc, before=step_as_gpus)
+    assert_alike(it, losses, theirs[0], close)
+    if losses.keys() == theirs[0].keys() and None not in (*losses.values(), *theirs[0].values()):
+        # No loss but these figures tells what the last step did.
+        assert_told_alike(told, theirs[1], close)
 
 
 def check_resume(it: RandomRun) -> None:
@@ -168,10 +179,7 @@ def check_resume(it: RandomRun) -> None:
         return
     losses, told = it.train("stopped", it.nproc, *options)
     assert losses == it.trained[0]
-    metrics, theirs = told.pop("metrics"), it.trained[1]["metrics"]
-    assert told == {key: value for key, value in it.trained[1].items() if key != "metrics"}
-    for part in theirs:  # not to the last digit where batches are of another size
-        assert metrics[part] == pytest.approx(theirs[part], rel=1e-5, abs=1e-5, nan_ok=True), part
+    assert_told_alike(told, it.trained[1], 1e-5)  # not to the last digit where batches are of another size
     ours, whole = tensors(it.folder / "stopped"), tensors(it.run)
     assert ours.keys() == whole.keys()
     assert not [name for name in ours if ours[name] != whole[name]]
@@ -217,18 +225,27 @@ def check_export(it: RandomRun, run: Path | None = None) -> None:
 
 
 def check_publication(it: RandomRun) -> None:
-    if "publish" not in it.config["train"]:
-        return
+    for run in (it.folder / "alone", it.folder / "several") if "publish" in it.config["train"] else ():
+        check_publication_of(it, run)
+
+
+def check_publication_of(it: RandomRun, run: Path) -> None:
+    """A base and its deltas are the export of the last step, bit for bit."""
     sys.path.insert(0, str(ROOT / "recsys" / "serving"))
     from follow import Follower
-
-    code, out = it.config["train"]["publish"].get("tables", "fp32"), it.new("export")
-    run_recsys("export", max((it.run / "checkpoints").glob("step-*")), out, "--tables", code)
-    rows = pq.read_table(it.folder / "test")
     from score import Scorer
 
-    follower = Follower(str(it.folder / f"published-{it.run.name}"), every_s=1000)
-    assert follower.scorer.score(rows).equals(Scorer(out).score(rows))
+    code, out, rows = it.config["train"]["publish"].get("tables", "fp32"), it.new("export"), it.folder / "test"
+    run_recsys("export", max((run / "checkpoints").glob("step-*")), out, "--tables", code)
+    whole, follower = Scorer(out), Follower(it.folder / f"published-{run.name}")
+    ours, step = follower.scorer, whole.manifest["made"]["step"]
+    assert (follower.problem, follower.step) == (None, step)
+    for name, vectors in whole._vectors.items():
+        numbers = np.arange(whole.manifest["tables"][name]["vectors"]["rows"])
+        assert np.array_equal(ours._vectors[name].bytes_of(numbers), vectors.bytes_of(numbers)), name
+    assert ours.score(pq.read_table(rows)).equals(whole.score(pq.read_table(rows)))
+    if it.is_retrieval:
+        assert ours.recommend(pq.read_table(rows), 5).equals(whole.recommend(pq.read_table(rows), 5))
 
 
 def check_compression(it: RandomRun) -> None:
@@ -249,15 +266,16 @@ def check_compression(it: RandomRun) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def still(it: RandomRun) -> list[str]:
+    """Return the settings by which no rate moves a weight."""
+    tables = [f"tables.{name}.optimizer" for name, table in it.config["tables"].items() if "optimizer" in table]
+    return [f"{optimizer}.learning_rate=0" for optimizer in ("optimizer.tables", "optimizer.dense", *tables)]
+
+
 def check_start(it: RandomRun) -> None:
     """A run that starts from another has its weights: where no rate moves them, its metrics."""
-    optimizers = [
-        "optimizer.tables",
-        *(f"tables.{n}.optimizer" for n, t in it.config["tables"].items() if "optimizer" in t),
-    ]
-    still = [f"{optimizer}.learning_rate=0" for optimizer in (*optimizers, "optimizer.dense")]
     more = it.dice.choice(["train.init.optimizers=none", "train.init.grow_vocabularies=true", "train.max_steps=2"])
-    _, told = it.train("started", it.other, f"train.init_from={it.run}", "train.epochs=1", *still, more)
+    _, told = it.train("started", it.other, f"train.init_from={it.run}", "train.epochs=1", *still(it), more)
     names = yaml.safe_dump(it.config["optimizer"]), yaml.safe_dump(it.config["tables"])
     if not any("ftrl" in text for text in names):  # which computes weights from its state
         close = it.tolerance(1e-3)
@@ -266,19 +284,37 @@ def check_start(it: RandomRun) -> None:
 
 
 def check_teacher(it: RandomRun) -> None:
-    if not it.is_retrieval and "distill" not in it.config["train"] and it.config["model"]["name"] != "esmm":
-        it.train("taught", it.nproc, f"train.distill.teacher={it.run}", "train.epochs=1")
+    """A run with a teacher is one on the teacher's predictions of the same rows."""
+    if it.is_retrieval or "distill" in it.config["train"] or it.config["model"]["name"] == "esmm":
+        return
+    scored, epoch = it.new("scored"), "train.epochs=1"
+    columns = as_names([*pq.read_schema(next((it.folder / "test/part=1").iterdir())).names, "part"])
+    run_recsys("predict", it.run, it.folder / "train", scored, "--keep", columns, *ALWAYS, nproc=it.other)
+    losses, _ = it.train("taught", it.nproc, f"train.distill.teacher={it.run}", epoch)
+    by_hand, _ = it.train("by-hand", it.nproc, f"data.train={scored}", "train.distill={}", epoch)
+    assert_alike(it, losses, by_hand, max(it.tolerance(1e-3), it.near))
 
 
 def check_tables(it: RandomRun) -> None:
-    """Tables go out and in as Parquet, and a vocabulary's ids with it."""
+    """Tables go out and in as Parquet, and a vocabulary's ids with it; where no rate moves them, they go out again."""
     options = []
     for name, table in it.config["tables"].items():
         run_recsys("tables", "export", it.run, name, it.folder / f"{name}.parquet")
         options.append(f"train.init.from_parquet.{name}={it.folder}/{name}.parquet")
         if table.get("mapping") == "vocabulary":
             options.append(f"tables.{name}.vocabulary={it.run}/vocabulary/{name}.parquet")
-    it.train("from_parquet", it.other, *options, "train.epochs=1")
+    it.train("from_parquet", it.other, *options, *still(it), "train.max_steps=1")
+    for name, table in it.config["tables"].items():
+        run_recsys("tables", "export", it.folder / "from_parquet", name, it.folder / f"{name}-again.parquet")
+        ours, theirs = (pq.read_table(it.folder / f"{name}{text}.parquet") for text in ("-again", ""))
+        optimizer = table.get("optimizer", it.config["optimizer"].get("tables", {})).get("name", "rowwise_adagrad")
+        assert ours.column_names == theirs.column_names, name
+        for column in theirs.column_names if optimizer != "ftrl" else ():  # which computes weights from its state
+            if column in ("row", "id", "bucket", "vector"):
+                assert ours[column].equals(theirs[column]), (name, column)
+            elif "adagrad" in optimizer:  # sums of squares
+                numbers = [np.concatenate([*map(np.atleast_1d, of[column].to_numpy())]) for of in (ours, theirs)]
+                assert (numbers[0] >= numbers[1] * (1 - 1e-6)).all(), (name, column)
 
 
 def check_others(it: RandomRun) -> None:
