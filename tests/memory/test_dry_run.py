@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from launch import ROOT, fork_train
+from launch import ROOT, fork_train, run_recsys
 
 from recsys.config import load_config
 from recsys.config.topology import num_bytes
@@ -55,10 +55,9 @@ def test_ten_terabytes_on_64_gpus(tmp_path: Path) -> None:
     """26 tables in host memory, cached on the GPUs: a quarter of 10 TB fits into 8 machines of 1 TiB."""
     path = write(tmp_path / "c.yaml", 26, 750_000_000, compute_kernel="fused_uvm_caching", cache_load_factor=0.05)
     smaller = [f"tables.t{i}.{each}" for i in range(26) for each in ("data_type=FP16", "num_embeddings=375000000")]
-    done = fork_train(str(path), "--dry-run", *GPUS, *smaller, f"run.dir={tmp_path}/run")
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.startswith("# Fits: the ") and "global batch of 65,536 rows" in done.stdout
-    assert "max_length or 1" in done.stdout
+    page = run_recsys("dry-run", path, *GPUS, *smaller, f"run.dir={tmp_path}/run")
+    assert page.startswith("# Fits: the ") and "global batch of 65,536 rows" in page
+    assert "max_length or 1" in page
     found = json.loads((tmp_path / "run" / "memory" / "dry_run.json").read_text())
     weights = sum(b["host_weight"] for rank in found["ranks"] for b in rank["tables"].values())
     assert weights == 26 * 375_000_000 * 128 * 2
@@ -74,8 +73,7 @@ def test_ten_terabytes_are_made_to_fit(tmp_path: Path) -> None:
         done = fork_train(str(path), "--dry-run", *GPUS, *kernels)
         assert done.returncode == 1 and done.stdout.startswith(f"# DOES NOT FIT: {where} would take ")
         assert "Traceback" not in done.stderr
-    done = fork_train(str(path), "--dry-run", *GPUS, "memory.fit=true", f"run.dir={tmp_path}/run", timeout=300)
-    assert done.returncode == 0, done.stdout
+    run_recsys("dry-run", path, *GPUS, "memory.fit=true", f"run.dir={tmp_path}/run")
     found = json.loads((tmp_path / "run" / "memory" / "dry_run.json").read_text())
     kernels = {shard["table"]: shard["compute_kernel"] for shard in found["shards"]}
     assert 13 <= sum(kernel == "fused_uvm_caching" for kernel in kernels.values()) < 26
@@ -84,20 +82,16 @@ def test_ten_terabytes_are_made_to_fit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_hundred_tables(tmp_path: Path) -> None:
-    """With torchrec's own proposers this takes minutes, and past the limit of `fork_train`."""
+    """With torchrec's own proposers this takes minutes, and past the limit of `run_recsys`."""
     path = write(tmp_path / "c.yaml", 200, 20_000_000)
-    done = fork_train(str(path), "--dry-run", *GPUS, "model.interaction=dot", timeout=300)
-    assert done.returncode == 0, done.stdout
-    assert "t199 " in done.stdout or "more" in done.stdout
+    page = run_recsys("dry-run", path, *GPUS, "model.interaction=dot")
+    assert "t199 " in page or "more" in page
 
 
-def test_this_machine_without_topology(tmp_path: Path) -> None:
-    done = fork_train("configs/dlrm_sample.yaml", "--dry-run")
-    assert done.returncode == 0 and "on 1 × cpu" in done.stdout and "the first" in done.stdout
-    assert (
-        done.stdout.startswith("# Fits: the host memory of machine 0 would take ") and "this machine's" in done.stdout
-    )
-    assert "| top.0 | Linear |" in done.stdout and not any(tmp_path.iterdir())
+def test_this_machine_without_topology() -> None:
+    page = run_recsys("train", "configs/dlrm_sample.yaml", "--dry-run")
+    assert page.startswith("# Fits: the host memory of machine 0 would take ") and "this machine's" in page
+    assert "on 1 × cpu" in page and "the first" in page and "| top.0 | Linear |" in page
 
 
 @pytest.mark.parametrize(
@@ -110,8 +104,7 @@ def test_this_machine_without_topology(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes(options: list[str], said: str) -> None:
-    done = fork_train("configs/dlrm_sample.yaml", "--dry-run", *options)
-    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+    assert said in run_recsys("dry-run", "configs/dlrm_sample.yaml", *options, status=1)
 
 
 @pytest.mark.slow
@@ -167,7 +160,7 @@ def test_sizes() -> None:
 
 def test_a_run_and_its_dry_run_have_one_plan(tmp_path: Path) -> None:
     options = ("configs/dlrm_sample.yaml", "data.valid=null", "data.test=null", f"run.dir={tmp_path}")
-    assert fork_train(*options, "train.max_steps=2", nproc=2).returncode == 0
+    run_recsys("train", *options, "train.max_steps=2", nproc=2)
     found = rehearse_run(load_config(options[0], [*options[1:], "topology.world_size=2", "topology.device=cpu"]))
     plan = json.loads((tmp_path / "plan.json").read_text())["shards"]
     assert [json.loads(json.dumps(asdict(shard))) for shard in found.shards] == plan

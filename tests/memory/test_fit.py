@@ -2,13 +2,12 @@
 
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import fork_train, run_train
+from launch import run_recsys, run_train
 
 from recsys.config import Config, ShardingChoice, load_config
 from recsys.config.choices import ComputeKernel, DataType, Saver
@@ -311,14 +310,12 @@ SHORT = ("train.max_steps=3", "train.log_every_steps=1", "data.valid=null", "dat
 def test_tables_that_are_too_large_are_told_with_what_helps(tmp_path: Path) -> None:
     rows = 6_000_000
     options = (f"tables.user.num_embeddings={rows}", *LARGE, *SHORT, "memory.budget=1450MiB")
-    done = fork_train(CONFIG, f"run.dir={tmp_path}/short", *options)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "the tables fit under no plan" in done.stderr
-    assert f"table user {rows * 32 * 8 / 2**20:,.0f} MiB" in done.stderr
+    told = run_recsys("train", CONFIG, f"run.dir={tmp_path}/short", *options, status=1)
+    assert "the tables fit under no plan" in told and f"table user {rows * 32 * 8 / 2**20:,.0f} MiB" in told
     report = json.loads((tmp_path / "short/memory/rank_0.json").read_text())
     assert report["identity"]["status"] == "out of memory"
     assert "table user" in [holder["name"] for holder in report["out_of_memory"]["holders"][:2]]
-    follow_first_advice(done.stderr, tmp_path, *options)
+    follow_first_advice(told, tmp_path, *options)
 
 
 @pytest.mark.slow
@@ -334,14 +331,13 @@ def test_activations_that_are_too_large_are_told_with_what_helps(tmp_path: Path)
     follow_first_advice(done.stderr, tmp_path, *options)
 
 
-def follow_first_advice(text: str, folder: Path, *options: str, start: Callable[..., Any] = fork_train) -> None:
+def follow_first_advice(text: str, folder: Path, *options: str) -> None:
     advice = next(line for line in text.splitlines() if line.strip().startswith("1. "))
     assert "which is enough" in advice and ("something else is learned" in advice) == (
         "data_type" in advice or "optimizer.tables" in advice
     )
     settings = advice.split(" saves ")[0].split("1. ")[1].split()
-    again = start(CONFIG, f"run.dir={folder}/again", *options, *settings)
-    assert again.returncode == 0, again.stderr[-2000:]
+    run_recsys("train", CONFIG, f"run.dir={folder}/again", *options, *settings)
 
 
 @pytest.mark.slow
@@ -353,8 +349,7 @@ def test_a_run_that_fits_itself_learns_the_same(tmp_path: Path) -> None:
     ):
         run_dir = tmp_path / name
         wide = ("model.top_mlp=[1024,1024]", "train.global_batch_size=16384", "train.epochs=40")
-        done = fork_train(CONFIG, f"run.dir={run_dir}", *wide, *SHORT, *options)
-        assert done.returncode == 0, done.stderr[-2000:]
+        run_recsys("train", CONFIG, f"run.dir={run_dir}", *wide, *SHORT, *options)
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         losses[name] = [record["loss"] for record in records]
         result = json.loads((run_dir / "result.json").read_text())
@@ -365,17 +360,9 @@ def test_a_run_that_fits_itself_learns_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_nothing_fits_says_so(tmp_path: Path) -> None:
-    done = fork_train(
-        CONFIG,
-        f"run.dir={tmp_path}",
-        "tables.user.num_embeddings=4000000",
-        *LARGE,
-        *SHORT,
-        "memory.budget=600MiB",
-        "memory.fit=true",
-    )
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "config key 'memory.fit'" in done.stderr and "are missing" in done.stderr
+    options = ("tables.user.num_embeddings=4000000", *LARGE, *SHORT, "memory.budget=600MiB", "memory.fit=true")
+    told = run_recsys("train", CONFIG, f"run.dir={tmp_path}", *options, status=1)
+    assert "config key 'memory.fit'" in told and "are missing" in told
 
 
 @pytest.mark.parametrize("budget", ["much", "0", "-1GiB", "true"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import random_runs
 import yaml
-from launch import fork_train, run_train
+from launch import run_recsys, run_train
 from storages import walk
 
 from recsys.config import ShardingChoice
@@ -64,8 +64,7 @@ def test_loops_that_are_compiled_are_predicted(tmp_path: Path) -> None:
     for num_threads in (2, 3):
         run = tmp_path / str(num_threads)
         options = (f"data.num_threads={num_threads}", "train.max_steps=20", "data.valid=null", "data.test=null")
-        done = fork_train("configs/dlrm_sample.yaml", f"run.dir={run}", *options)
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={run}", *options)
         peak = json.loads((run / "memory/rank_0.json").read_text())["peak"]
         assert peaks.is_near(peak["predicted_bytes"], peak["measured_bytes"]), peak
 
@@ -103,8 +102,7 @@ def test_every_plan_type_and_optimizer_to_the_byte(nproc: int, config: Path, tmp
 
 
 def test_the_reports_of_a_run(config: Path, tmp_path: Path) -> None:
-    done = fork_train(str(config), f"run.dir={tmp_path}/run", "train.max_steps=3", nproc=2)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed = run_recsys("train", config, f"run.dir={tmp_path}/run", "train.max_steps=3", nproc=2)
     folder = tmp_path / "run" / "memory"
     for rank in range(2):
         report = json.loads((folder / f"rank_{rank}.json").read_text())
@@ -124,7 +122,7 @@ def test_the_reports_of_a_run(config: Path, tmp_path: Path) -> None:
     page = (folder / "report.md").read_text()
     assert " on rank 0 (" in page and " predicted" in page and "| top.0 | Linear |" in page
     # The log ends in where the run has come to, and the page is in the file alone.
-    ending = done.stdout.split("checkpoints/step-000000003\n")[1].splitlines()
+    ending = printed.split("checkpoints/step-000000003\n")[1].splitlines()
     assert len(ending) == 2 and ending[0].startswith("peak memory: ") and ending[0].endswith("/run/report.html")
     assert ending[1] == f"done at step 3: {tmp_path}/run/result.json"
     assert all("|" not in (tmp_path / f"run/logs/rank_{rank}.log").read_text() for rank in range(2))
@@ -139,8 +137,7 @@ def test_gradients_are_where_they_are_predicted(nproc: int, config: Path, tmp_pa
         "train.global_batch_size=64",
         "data.valid=data/sample/valid",
     )
-    done = fork_train(str(config), f"run.dir={tmp_path}/run", *options, nproc=nproc)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_recsys("train", config, f"run.dir={tmp_path}/run", *options, nproc=nproc)
     phases = json.loads((tmp_path / "run" / "memory" / "rank_0.json").read_text())["phases"]
     for phase in ("init", "evaluation", "save"):  # gradients are 64 MiB
         assert abs(phases[phase]["predicted_bytes"] - phases[phase]["measured_bytes"]) < 32 * MIB, phase
@@ -148,16 +145,15 @@ def test_gradients_are_where_they_are_predicted(nproc: int, config: Path, tmp_pa
 
 def test_a_run_that_fails_leaves_its_report(config: Path, tmp_path: Path) -> None:
     bad = ("optimizer.dense.learning_rate=1e30", "optimizer.dense.name=sgd", "train.max_steps=50")
-    done = fork_train(str(config), f"run.dir={tmp_path}/run", *bad)
-    assert done.returncode == 1 and "is not finite" in done.stderr
+    assert "is not finite" in run_recsys("train", config, f"run.dir={tmp_path}/run", *bad, status=1)
     report = json.loads((tmp_path / "run" / "memory" / "rank_0.json").read_text())
     assert report["identity"]["status"] == "failed" and report["identity"]["step"] > 0
     assert "failed at step" in (tmp_path / "run" / "memory" / "report.md").read_text()
 
 
 def test_a_mistake_in_the_data_leaves_none(config: Path, tmp_path: Path) -> None:
-    done = fork_train(str(config), f"run.dir={tmp_path}/run", "data.label_column=price_")
-    assert done.returncode == 1 and not (tmp_path / "run").exists()
+    run_recsys("train", config, f"run.dir={tmp_path}/run", "data.label_column=price_", status=1)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_timeline_knows_the_peak_of_each_phase() -> None:
@@ -203,8 +199,7 @@ def test_the_peaks_of_random_runs_are_predicted(seed: int, tmp_path: Path) -> No
 
 def test_steps_are_traced_with_their_tables_marked(config: Path, tmp_path: Path) -> None:
     options = ("train.max_steps=16", "train.epochs=9", "run.profile_steps=2")
-    done = fork_train(str(config), f"run.dir={tmp_path}/run", *options, nproc=2)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_recsys("train", config, f"run.dir={tmp_path}/run", *options, nproc=2)
     for rank in range(2):
         events = json.loads((tmp_path / f"run/profile/rank_{rank}.json").read_text())["traceEvents"]
         marks = [event for event in events if event.get("name") == "## tables: update ##"]

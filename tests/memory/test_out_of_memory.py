@@ -6,14 +6,14 @@ import resource
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from subprocess import CompletedProcess
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from launch import ROOT, fork_train
+from launch import ROOT, run_recsys
 
 from recsys.errors import UserError, is_out_of_memory
 
@@ -56,12 +56,13 @@ def _fail_at(target: str) -> None:
     mock.patch(target, side_effect=pa.ArrowMemoryError("malloc of size 4096 failed")).start()
 
 
-def told(done: CompletedProcess[str], where: str) -> str:
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]
-    first = done.stderr.index("error: memory has run out")
-    assert done.stderr[first:].startswith(f"error: memory has run out in {where}")
-    assert "what takes most, by the prediction: " in done.stderr
-    return done.stderr
+def told(where: str, *options: object, **how: Any) -> str:
+    """Train until memory has run out; return what is told."""
+    said = run_recsys("train", SAMPLE, *options, status=1, **how)
+    first = said.index("error: memory has run out")
+    assert said[first:].startswith(f"error: memory has run out in {where}")
+    assert "what takes most, by the prediction: " in said
+    return said
 
 
 @pytest.mark.slow
@@ -70,8 +71,7 @@ def told(done: CompletedProcess[str], where: str) -> str:
     [("model.top_mlp=[200000,200000]", "init"), ("train.global_batch_size=2000000000", "step")],
 )
 def test_settings_that_ask_for_too_much(override: str, where: str, tmp_path: Path) -> None:
-    done = fork_train(SAMPLE, override, f"run.dir={tmp_path / 'run'}", before=_limit, timeout=300)
-    said = told(done, f"{where}, step 0: ")
+    said = told(f"{where}, step 0: ", override, f"run.dir={tmp_path / 'run'}", before=_limit)
     assert "no setting is enough: it takes" in said
     report = json.loads((tmp_path / "run" / "memory" / "rank_0.json").read_text())["out_of_memory"]
     assert report["missing_bytes"] > 100 << 30 and report["holders"] and not report["first_is_enough"]
@@ -89,16 +89,14 @@ def test_settings_that_ask_for_too_much(override: str, where: str, tmp_path: Pat
     ],
 )
 def test_every_phase(target: str, where: str, tmp_path: Path) -> None:
-    arguments = (SAMPLE, f"run.dir={tmp_path / 'run'}", "train.max_steps=2", "data.max_bad_rows=10000")
-    done = fork_train(*arguments, "data.max_bad_files=2", nproc=2, before=partial(_fail_at, target))
-    told(done, where)
+    options = (f"run.dir={tmp_path / 'run'}", "train.max_steps=2", "data.max_bad_rows=10000", "data.max_bad_files=2")
+    told(where, *options, nproc=2, before=partial(_fail_at, target))
 
 
 @pytest.mark.slow
 def test_a_budget_that_the_libraries_take_leaves_its_page(tmp_path: Path) -> None:
     """The tables are not there yet, so that their sizes are not either."""
-    done = fork_train(SAMPLE, f"run.dir={tmp_path / 'run'}", "memory.budget=100MiB")
-    said = told(done, "init")
+    said = told("init", f"run.dir={tmp_path / 'run'}", "memory.budget=100MiB")
     assert "nor are more ranks: a process takes" in said and "was not written" not in said
     page = (tmp_path / "run" / "report.html").read_text()
     assert "out of memory</span> at step 0" in page and "memory.budget allows 100" in page
@@ -107,7 +105,6 @@ def test_a_budget_that_the_libraries_take_leaves_its_page(tmp_path: Path) -> Non
 def test_a_run_that_is_predicted_not_to_fit_says_so_before_its_first_step(tmp_path: Path) -> None:
     """The system kills what takes more than there is, and then nobody has a word left."""
     settings = "train.max_steps=1", "data.valid=null", "data.test=null", "topology.host_memory=100MiB"
-    done = fork_train(SAMPLE, f"run.dir={tmp_path / 'run'}", *settings)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_recsys("train", SAMPLE, f"run.dir={tmp_path / 'run'}", *settings)
     before, step, _ = (tmp_path / "run" / "logs" / "rank_0.log").read_text().partition("step 1/1")
     assert step and "the run does not fit: the host memory of machine 0 would take" in before

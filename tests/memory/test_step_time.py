@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import fork_train
+from launch import run_recsys
 
 from recsys.config import load_config
 from recsys.config.choices import DenseSharding
@@ -246,12 +246,9 @@ def test_rows_beyond_those_traced_take_as_long(tmp_path: Path) -> None:
 def test_dry_run_says_how_long_and_how_much(tmp_path: Path) -> None:
     speeds().save(tmp_path / "speeds.json")
     given = [f"topology.speeds={tmp_path}/speeds.json", f"run.dir={tmp_path}/run"]
-    done = fork_train("configs/dlrm_sample.yaml", "--dry-run", *given, "--price-per-hour", "36")
-    assert done.returncode == 0, done.stderr
-    assert (
-        "About 25,600 samples/s: a step of 256 rows takes 10.0 ms (rest 100%), by the speeds of 1 × test" in done.stdout
-    )
-    assert "An epoch of 3,000 rows takes 0:00:00 and costs 0.00, without evaluations" in done.stdout
+    page = run_recsys("dry-run", "configs/dlrm_sample.yaml", *given, "--price-per-hour", "36")
+    assert "About 25,600 samples/s: a step of 256 rows takes 10.0 ms (rest 100%), by the speeds of 1 × test" in page
+    assert "An epoch of 3,000 rows takes 0:00:00 and costs 0.00, without evaluations" in page
     found = json.loads((tmp_path / "run/memory/dry_run.json").read_text())["time"]
     assert found["step_s"] == pytest.approx(0.01) and found["epoch_s"] == pytest.approx(3000 / 25600)
     assert found["epoch_price"] == pytest.approx(36 / 3600 * 3000 / 25600)
@@ -295,10 +292,8 @@ def test_speeds_of_other_devices_are_refused(tmp_path: Path) -> None:
 
 
 def test_no_place_for_the_file_is_told_at_once(tmp_path: Path) -> None:
-    done = fork_train("calibrate", str(tmp_path / "none" / "x.json"), program="recsys")
-    assert done.returncode == 1 and "is no folder to write x.json into" in done.stderr
-    done = fork_train("calibrate", str(tmp_path), program="recsys")
-    assert done.returncode == 1 and f"OUT: '{tmp_path}' is a folder; name a file" in done.stderr
+    assert "is no folder to write x.json into" in run_recsys("calibrate", tmp_path / "none" / "x.json", status=1)
+    assert f"OUT: '{tmp_path}' is a folder; name a file" in run_recsys("calibrate", tmp_path, status=1)
 
 
 SLOW_NAMES = [pytest.param(name, marks=pytest.mark.slow) for name in ("a,b", "a #b", "a: b", "[a]", "{a}", "'a")]
@@ -320,8 +315,8 @@ def test_a_file_of_something_else_is_not_written_over(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     for content in ("data: {train: logs}", '["a"]', '{"schema_version": 1}'):
         path.write_text(content)
-        done = fork_train("calibrate", str(path), program="recsys")
-        assert done.returncode == 1 and f"OUT: '{path}' is there, and no file of `recsys calibrate`" in done.stderr
+        told = run_recsys("calibrate", path, status=1)
+        assert f"OUT: '{path}' is there, and no file of `recsys calibrate`" in told
         assert path.read_text() == content
     for content in ("", '{"schema_version": 0, "device": "x", "ranks": 1}'):
         path.write_text(content)
@@ -334,14 +329,12 @@ def test_a_file_of_something_else_is_not_written_over(tmp_path: Path) -> None:
 def test_devices_are_measured(tmp_path: Path, ranks: int) -> None:
     """All ranks measure, one file is written, and by it the trainings that it comes from take what they took."""
     path = tmp_path / "speeds.json"
-    done = fork_train("calibrate", str(path), "--threads", "1", nproc=ranks, timeout=400, program="recsys")
-    assert done.returncode == 0, done.stderr
+    run_recsys("calibrate", path, "--threads", "1", nproc=ranks, timeout=400)
     found = Speeds.load(path)
     assert found.ranks == ranks and found.threads == 1 and bool(found.exchanged) == (ranks > 1)
     ratios = sorted(fit["fitted_s"] / fit["measured_s"] for fit in found.fits)
     assert len(ratios) > 8 and 0.7 < ratios[len(ratios) // 2] < 1.4
     given = [f"topology.speeds={path}", f"topology.world_size={ranks}", f"run.dir={tmp_path}/run"]
-    done = fork_train("configs/dlrm_sample.yaml", "--dry-run", *given)
-    assert done.returncode == 0, done.stderr
+    run_recsys("dry-run", "configs/dlrm_sample.yaml", *given)
     parts = json.loads((tmp_path / "run/memory/dry_run.json").read_text())["time"]["parts_s"]
     assert all(seconds > 0 for name, seconds in parts.items() if name != "exchange" or ranks > 1)

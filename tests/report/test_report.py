@@ -17,7 +17,7 @@ from shutil import copytree
 from typing import Any
 
 import pytest
-from launch import ROOT, fork_train
+from launch import ROOT, run_recsys
 
 from recsys.__main__ import main
 from recsys.errors import UserError
@@ -69,12 +69,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of two ranks, one that failed, and one that looks as if it had been killed."""
     folder = tmp_path_factory.mktemp("runs")
     often = ("train.epochs=1", "train.log_every_steps=2", "train.eval_every_steps=8")
-    done = fork_train(CONFIG, f"run.dir={folder}/two", *often, nproc=2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"{folder}/two/report.html" in done.stdout
+    printed = run_recsys("train", CONFIG, f"run.dir={folder}/two", *often, nproc=2)
+    assert f"{folder}/two/report.html" in printed
     bad = ("optimizer.dense.learning_rate=1e30", "optimizer.dense.name=sgd", "train.log_every_steps=1")
-    done = fork_train(CONFIG, f"run.dir={folder}/failed", *bad)
-    assert done.returncode == 1
+    run_recsys("train", CONFIG, f"run.dir={folder}/failed", *bad, status=1)
     killed = folder / "killed"
     killed.mkdir()
     for name in ("config.yaml", "plan.json", "metrics.jsonl"):

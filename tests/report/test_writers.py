@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import fork_train
+from launch import run_recsys
 from retrieval import NUM_ITEMS, train, write_retrieval
 
 from recsys.config import load_config
@@ -37,8 +37,7 @@ def read_back(folder: Path) -> Any:
 def test_tensorboard_has_the_curves_of_metrics_jsonl(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     options = ("train.epochs=1", "train.log_every_steps=2", "train.eval_every_steps=8", "run.track.row_norms=true")
-    done = fork_train(CONFIG, f"run.dir={tmp_path}/run", *options, nproc=2)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_recsys("train", CONFIG, f"run.dir={tmp_path}/run", *options, nproc=2)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     expected: dict[str, list[tuple[int, np.float32]]] = {}
@@ -64,8 +63,7 @@ def test_the_projector_has_the_vectors_of_recsys_embeddings(tmp_path: Path) -> N
     reader = pytest.importorskip("tensorboard.plugins.projector.projector_plugin")
     config, run_dir, out = write_retrieval(tmp_path), tmp_path / "run", tmp_path / "vectors.parquet"
     train(config, run_dir, "train.epochs=1", "run.track.item_vectors=true")
-    done = fork_train("embeddings", str(run_dir), "item", str(out), program="recsys")
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_recsys("embeddings", run_dir, "item", out)
     expected = {row["item"]: row["vector"] for row in pq.read_table(out).to_pylist()}
     folder = run_dir / "tensorboard"
     text = (folder / reader.metadata.PROJECTOR_FILENAME).read_text()

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from launch import ROOT, fork_train
+from launch import ROOT, run_recsys
 from retrieval import train_towers
 
 import recsys
@@ -20,9 +20,8 @@ from recsys.errors import UserError
 def ranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose hour has mapping: identity, and whose user may not be null."""
     folder = tmp_path_factory.mktemp("ranker")
-    done = fork_train("configs/dlrm_sample.yaml", f"run.dir={folder}/run", "train.max_steps=2", "data.valid=null",
+    run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={folder}/run", "train.max_steps=2", "data.valid=null",
                       "data.test=null", "features.user_id.nulls=refuse")  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
     return folder / "run"
 
 
@@ -64,8 +63,7 @@ def test_rows(change: Any, said: str, ranker: Path, tmp_path: Path) -> None:
     assert said in str(raised.value) and "\n" not in str(raised.value)
     assert tempfile.gettempdir() not in str(raised.value)  # where the rows were written to, which nobody has named
     pq.write_table(rows, tmp_path / "rows.parquet")
-    done = fork_train("evaluate", str(ranker), f"{tmp_path}/rows.parquet", program="recsys")
-    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert said in run_recsys("evaluate", ranker, tmp_path / "rows.parquet", status=1)
 
 
 def with_a_null_entry(column: pa.ChunkedArray) -> pa.Array:
@@ -162,28 +160,24 @@ def test_users_and_names(towers: Path) -> None:
 
 
 def test_groups_of_users_and_items_have_no_auc(towers: Path) -> None:
-    done = fork_train("evaluate", str(towers), "--group", "user", program="recsys")
-    assert done.returncode == 1 and "--group: metrics of users and items have no AUC of groups" in done.stderr
+    told = run_recsys("evaluate", towers, "--group", "user", status=1)
+    assert "--group: metrics of users and items have no AUC of groups" in told
 
 
 def test_folders_that_cannot_be(ranker: Path, towers: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     out = f"{tmp_path}/file/out"
     for words in (("predict", ranker, ROOT / "data/sample/test", out), ("export", ranker, out)):
-        done = fork_train(*map(str, words), program="recsys")
-        assert done.returncode == 1 and f"error: OUT: '{tmp_path}/file" in done.stderr, done.stderr
-        assert "cannot be made" in done.stderr and "Traceback" not in done.stderr
-    done = fork_train("embeddings", str(towers), "item", f"{tmp_path}/out", "--queries", "users", program="recsys")
-    assert done.returncode == 1 and "--queries are users to measure the recall of an index on; ask" in done.stderr
+        told = run_recsys(*words, status=1)
+        assert f"error: OUT: '{tmp_path}/file" in told and "cannot be made" in told
+    told = run_recsys("embeddings", towers, "item", tmp_path / "out", "--queries", "users", status=1)
+    assert "--queries are users to measure the recall of an index on; ask" in told
 
 
 def test_faiss_that_is_not_there(towers: Path, tmp_path: Path) -> None:
-    done = fork_train("embeddings", str(towers), "item", f"{tmp_path}/out", "--faiss", "flat", before=without_faiss,
-                      program="recsys")  # fmt: skip
-    assert (
-        done.returncode == 1
-        and "--faiss needs faiss-cpu, which is not installed: `pip install faiss-cpu`" in done.stderr
-    )
+    words = ("embeddings", towers, "item", tmp_path / "out", "--faiss", "flat")
+    told = run_recsys(*words, before=without_faiss, status=1)
+    assert "--faiss needs faiss-cpu, which is not installed: `pip install faiss-cpu`" in told
     assert not (tmp_path / "out").exists()
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import ROOT, fork_train
+from launch import ROOT, run_recsys
 from random_export import write_random
 from retrieval import train_towers
 
@@ -37,15 +37,8 @@ BLOCKED = (
 )
 
 
-def recsys(*arguments: object, status: int = 0) -> str:
-    done = fork_train(*map(str, arguments), program="recsys")
-    assert done.returncode == status, done.stderr[-3000:]
-    return done.stderr.strip() if status else done.stdout
-
-
 def train(folder: Path, config: Path, *overrides: str) -> Path:
-    done = fork_train(str(config), f"run.dir={folder}/run", *overrides)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_recsys("train", config, f"run.dir={folder}/run", *overrides)
     return folder / "run"
 
 
@@ -75,8 +68,8 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranker")
     overrides = ["train.max_steps=20", "data.valid=null", "data.test=null", "tables.user={mapping: vocabulary}"]
     run = train(folder, ROOT / "configs" / "dlrm_sample.yaml", *overrides, "train.activation_checkpointing=true")
-    recsys("export", run, folder / "out")
-    recsys("predict", run, ROOT / "data/sample/test", folder / "predicted")
+    run_recsys("export", run, folder / "out")
+    run_recsys("predict", run, ROOT / "data/sample/test", folder / "predicted")
     return folder
 
 
@@ -117,8 +110,8 @@ def test_only_predictions_are_overwritten(ranker: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in range(40)])
 def test_random_runs(seed: int, tmp_path: Path) -> None:
     run = train(tmp_path, write_random(tmp_path, seed))
-    recsys("export", run, tmp_path / "out")
-    recsys("predict", run, tmp_path / "test.parquet", tmp_path / "predicted", "--keep", "label")
+    run_recsys("export", run, tmp_path / "out")
+    run_recsys("predict", run, tmp_path / "test.parquet", tmp_path / "predicted", "--keep", "label")
     score(tmp_path / "out", "predict", tmp_path / "test.parquet", tmp_path / "s.parquet", "--keep", "label")
     assert_same_scores(pq.read_table(tmp_path / "s.parquet"), pq.read_table(tmp_path / "predicted"))
 
@@ -127,7 +120,7 @@ def test_random_runs(seed: int, tmp_path: Path) -> None:
 def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of two towers and its export."""
     folder = tmp_path_factory.mktemp("towers")
-    recsys("export", train_towers(folder, "train.epochs=3"), folder / "out")
+    run_recsys("export", train_towers(folder, "train.epochs=3"), folder / "out")
     return folder
 
 
@@ -136,14 +129,14 @@ def test_items_are_those_of_the_run(towers: Path, tmp_path: Path) -> None:
     rows, users = pq.read_table(towers / "valid.parquet"), tmp_path / "users.parquet"
     seen = pa.array([[*items[:10], None, "no such item"] for items in rows["seen"].to_pylist()])
     pq.write_table(rows.set_column(rows.column_names.index("seen"), "seen", seen), users)
-    recsys("recommend", towers / "run", users, tmp_path / "best", "--k", "7", "--keep", "user,seen")
+    run_recsys("recommend", towers / "run", users, tmp_path / "best", "--k", "7", "--keep", "user,seen")
     score(towers / "out", "recommend", users, tmp_path / "s.parquet", "--k", 7, "--keep", "user,seen")
     ours, theirs = pq.read_table(tmp_path / "s.parquet"), pq.read_table(tmp_path / "best")
     assert ours.drop("scores").equals(theirs.drop("scores"))
     assert any("item-0" in items for items in ours["items"].to_pylist())  # which a null in `seen` does not bar
     np.testing.assert_allclose(*(each["scores"].combine_chunks().flatten() for each in (ours, theirs)), atol=1e-6)
 
-    recsys("predict", towers / "run", towers / "train.parquet", tmp_path / "predicted")
+    run_recsys("predict", towers / "run", towers / "train.parquet", tmp_path / "predicted")
     score(towers / "out", "predict", towers / "train.parquet", tmp_path / "rows.parquet")
     assert_same_scores(pq.read_table(tmp_path / "rows.parquet"), pq.read_table(tmp_path / "predicted"))
 
@@ -349,9 +342,9 @@ def test_partition_keys_are_columns(kind: str, tmp_path: Path) -> None:
     data = (f"data.train={tmp_path}/train", "data.valid=null", "data.test=null")
     run = train(tmp_path, ROOT / "configs/dlrm_sample.yaml", *data, "train.max_steps=8",
                 "features.place={table: place}", "tables.place={num_embeddings: 10, embedding_dim: 8}")  # fmt: skip
-    recsys("export", run, tmp_path / "out")
+    run_recsys("export", run, tmp_path / "out")
     keep = ("--keep", "item_id,place,day")
-    recsys("predict", run, tmp_path / "test", tmp_path / "predicted", *keep)
+    run_recsys("predict", run, tmp_path / "test", tmp_path / "predicted", *keep)
     score(tmp_path / "out", "predict", tmp_path / "test", tmp_path / "s.parquet", *keep)
     ours, theirs = pq.read_table(tmp_path / "s.parquet"), pq.read_table(tmp_path / "predicted", partitioning=None)
     assert_same_scores(ours, theirs)
@@ -380,7 +373,7 @@ def test_who_is_to_blame_is_named(ranker: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes(ranker: Path, tmp_path: Path) -> None:
-    assert "is there already" in recsys("export", ranker / "run", ranker / "out", status=1)
+    assert "is there already" in run_recsys("export", ranker / "run", ranker / "out", status=1)
     assert "has no vectors of items" in score(
         ranker / "out", "recommend", ROOT / "data/sample/test", tmp_path / "s", status=1
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import ROOT, fork_train, losses_of
+from launch import ROOT, losses_of, run_recsys
 
 from recsys.data.parquet import open_dataset, read_column
 from recsys.datasets.interactions import LogOptions, convert_log
@@ -77,23 +77,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-def recsys(*arguments: object, nproc: int = 1) -> str:
-    done = fork_train(*map(str, arguments), program="recsys" if nproc == 1 else "train.py", nproc=nproc)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_two_ranks_learn_what_they_learn_of_flat_columns(folders: dict[str, Path], tmp_path: Path) -> None:
     """Over a stop, and with the metrics of each value of a field at the end."""
     told: dict[str, list[object]] = {}
     for kind, folder in folders.items():
         run = tmp_path / kind
-        recsys(folder / "c.yaml", f"run.dir={run}", "train.max_steps=6", nproc=2)
-        recsys(folder / "c.yaml", f"run.dir={run}", "run.resume=true", nproc=2)
+        run_recsys("train", folder / "c.yaml", f"run.dir={run}", "train.max_steps=6", nproc=2)
+        run_recsys("train", folder / "c.yaml", f"run.dir={run}", "run.resume=true", nproc=2)
         losses = losses_of(run)
         ids = json.loads((run / "result.json").read_text())["data"]["ids"]
-        recsys("evaluate", run, f"data.test={folder}/test", "--by", "shown.what.category")
+        run_recsys("evaluate", run, f"data.test={folder}/test", "--by", "shown.what.category")
         (result,) = run.glob("evaluations/*/result.json")
         evaluated = json.loads(result.read_text())
         told[kind] = [losses, ids, evaluated["metrics"], evaluated["by"]]
@@ -102,7 +96,7 @@ def test_two_ranks_learn_what_they_learn_of_flat_columns(folders: dict[str, Path
 
 @pytest.fixture(scope="module")
 def run(folders: dict[str, Path]) -> Path:
-    recsys("train", folders["nested"] / "c.yaml", f"run.dir={folders['nested']}/run", "train.max_steps=5")
+    run_recsys("train", folders["nested"] / "c.yaml", f"run.dir={folders['nested']}/run", "train.max_steps=5")
     return folders["nested"] / "run"
 
 
@@ -120,7 +114,7 @@ def test_predictions_of_structs_and_of_columns_of_their_names(run: Path, folders
 
 def test_exports_take_structs_and_columns_of_their_names(run: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
-    recsys("export", run, tmp_path / "export")
+    run_recsys("export", run, tmp_path / "export")
     scorer = Scorer(tmp_path / "export")
     rows, flat = (pq.read_table(folder / "test") for folder in folders.values())
     scores, read = scorer.score(rows), [name for name in flat.column_names if name != "outcome.click"]

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import ROOT, fork_train
+from launch import ROOT, run_recsys
 from retrieval import write_retrieval
 
 pytest.importorskip("onnxruntime")
@@ -28,8 +28,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base and its deltas."""
     folder = tmp_path_factory.mktemp("published")
     publish = f"train.publish={{dir: {folder}/published, every_steps: 20}}"
-    done = fork_train(str(write_retrieval(folder)), f"run.dir={folder}/run", publish)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_recsys("train", write_retrieval(folder), f"run.dir={folder}/run", publish)
     return folder / "published"
 
 

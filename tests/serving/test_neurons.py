@@ -153,7 +153,7 @@ def test_a_run_of_fewer_neurons_is_evaluated_trained_exported(tmp_path: Path) ->
     for nproc in (1, 2):
         small = tmp_path / f"small-{nproc}"
         words = ("--steps", "neurons,prune", "--max-loss", "0.02")
-        run_recsys("compress", f"{tmp_path}/run", str(small), *words, nproc=nproc)
+        run_recsys("compress", f"{tmp_path}/run", small, *words, nproc=nproc)
         stages = json.loads((small / "compression.json").read_text())["stages"]
         assert evaluate(small, f"run.dir={tmp_path}")["valid"] == pytest.approx(stages[-1]["metrics"], abs=1e-6)
         found.append([(stage["accepted"], stage["dense_bytes"]) for stage in stages])
@@ -163,7 +163,7 @@ def test_a_run_of_fewer_neurons_is_evaluated_trained_exported(tmp_path: Path) ->
     assert dense["top.0.weight"].shape[0] == dense["top.3.weight"].shape[1] < 32
     run_recsys("train", f"{small}/config.yaml", "run.resume=true", "train.max_steps=30")
     pytest.importorskip("onnxruntime")
-    run_recsys("export", str(small), f"{tmp_path}/export")
+    run_recsys("export", small, f"{tmp_path}/export")
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import ROOT, environment, fork_train
+from launch import ROOT, environment, run_recsys
 
 from recsys.errors import UserError
 from recsys.runtime.run_lock import LOCK_FILE, RunLock
@@ -26,17 +26,15 @@ from recsys.serving.parts import Parts
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "run"
     options = ("train.max_steps=2", "data.valid=null", "data.test=null")
-    done = fork_train("configs/dlrm_sample.yaml", f"run.dir={folder}", *options)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={folder}", *options)
     return folder
 
 
 def recsys(*words: object, status: int = 0, before: Any = None) -> str:
     """Run a command; return what it prints, or with another status its one line of error."""
-    done = fork_train(*map(str, words), program="recsys", before=before)
-    assert done.returncode == status, done.stderr[-3000:]
-    assert not status or done.stderr.count("\n") == 1, done.stderr
-    return done.stderr.strip() if status else done.stdout
+    said = run_recsys(*words, status=status, before=before)
+    assert not status or "\n" not in said, said
+    return said
 
 
 def commands(run: Path, folder: Path) -> dict[str, tuple[object, ...]]:

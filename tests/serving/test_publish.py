@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from kills import kill
-from launch import ROOT, fork_train
+from launch import ROOT, run_recsys
 from retrieval import write_retrieval
 
 pytest.importorskip("onnxruntime")
@@ -38,8 +38,7 @@ _EXPERTS = ["tables.user={experts: {others: [user_2, user_3], by: hash, active: 
 
 def train(folder: Path, *arguments: Any, nproc: int = 1, before: Any = None, code: int = 0) -> Path:
     """Train with a publication every 20 steps; return the run directory."""
-    done = fork_train(*arguments_of(folder, *arguments), nproc=nproc, before=before, timeout=300)
-    assert done.returncode == code, done.stderr[-3000:]
+    run_recsys("train", *arguments_of(folder, *arguments), nproc=nproc, before=before, status=code)
     return folder / "run"
 
 
@@ -51,8 +50,7 @@ def arguments_of(folder: Path, *arguments: Any) -> list[str]:
 
 
 def exported(run: Path, out: Path, *options: str) -> Path:
-    done = fork_train("export", str(run), str(out), *options, program="recsys", timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_recsys("export", run, out, *options)
     return out
 
 
@@ -322,9 +320,8 @@ def test_a_folder_is_published_to_by_one_run_at_a_time(tmp_path: Path) -> None:
         assert next_number(tmp_path / "published", lock) == 1
         (tmp_path / "published/base-000000001.tmp").mkdir()  # as of the run that has the lock
         before = sorted((tmp_path / "published").rglob("*"))
-        done = fork_train(*arguments_of(tmp_path))
-        assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-        assert "error: config key 'train.publish.dir': another run publishes to" in done.stderr
+        told = run_recsys("train", *arguments_of(tmp_path), status=1)
+        assert "error: config key 'train.publish.dir': another run publishes to" in told
         assert sorted((tmp_path / "published").rglob("*")) == before
 
 

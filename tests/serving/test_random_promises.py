@@ -67,8 +67,8 @@ class RandomRun:
         run = self.folder / name
         if "publish" in self.config["train"]:
             options = (f"train.publish.dir={self.folder}/published-{name}", *options)
-        done = fork_train(str(self.path), f"run.dir={run}", *ALWAYS, *options, nproc=nproc, before=before, timeout=900)
-        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr[-5000:]
+        words = ("train", self.path, f"run.dir={run}", *ALWAYS, *options)
+        run_recsys(*words, nproc=nproc, before=before, status=code, timeout=900)
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
         if code:
@@ -262,8 +262,7 @@ def check_compression(it: RandomRun) -> None:
         how = ("run.resume=true", f"run.dir={out}", "train.epochs=3")
     else:
         how = (f"train.init_from={out}", f"run.dir={it.folder}/small", "train.epochs=1")
-    done = fork_train(str(out / "config.yaml"), *how, "train.publish.dir=null", *ALWAYS, nproc=it.nproc)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_recsys("train", out / "config.yaml", *how, "train.publish.dir=null", *ALWAYS, nproc=it.nproc)
 
 
 def still(it: RandomRun) -> list[str]:
@@ -323,8 +322,7 @@ def check_others(it: RandomRun) -> None:
     for name in ("item", "user") if it.is_retrieval else ():
         of = ("--data", it.folder / "test") if name == "user" else ()
         run_recsys("embeddings", it.run, name, it.new("vectors"), *of, *ALWAYS)
-    done = fork_train(str(it.path), "--dry-run", f"topology.world_size={it.other}")
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    run_recsys("dry-run", it.path, f"topology.world_size={it.other}")
     small = ("memory.fit=true", "memory.budget=415MiB", "memory.allow=[row_order,bf16_autocast,fp16_tables]")
     done = fork_train(str(it.path), f"run.dir={it.folder}/fitted", *small, *ALWAYS, nproc=it.nproc)
     assert "Traceback" not in done.stderr and (not done.returncode or "error: " in done.stderr), done.stderr[-3000:]

@@ -2,13 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import evaluate, fork_train
+from launch import evaluate, run_recsys
 from retrieval import NUM_ITEMS, NUM_USERS, train_towers
 
 from recsys.serving import score
@@ -24,9 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recommended(run: Path, out: Path, *arguments: str, nproc: int = 1) -> pa.Table:
-    users = str(run.parent / "valid.parquet")
-    done = fork_train("recommend", str(run), users, str(out), *arguments, nproc=nproc, program="recsys")
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_recsys("recommend", run, run.parent / "valid.parquet", out, *arguments, nproc=nproc)
     return pq.read_table(out)
 
 
@@ -92,9 +89,7 @@ def test_the_scores_of_pairs_are_those_of_the_lists(run: Path, tmp_path: Path) -
         for item, score in zip(row["items"], row["scores"], strict=True)
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "pairs.parquet")
-    arguments: list[Any] = ["predict", run, tmp_path / "pairs.parquet", tmp_path / "scores", "--keep", "of_list"]
-    done = fork_train(*map(str, arguments), program="recsys")
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_recsys("predict", run, tmp_path / "pairs.parquet", tmp_path / "scores", "--keep", "of_list")
     scores = pq.read_table(tmp_path / "scores")
     np.testing.assert_allclose(scores["score"], scores["of_list"], rtol=0, atol=1e-6)
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from launch import fork_train
+from launch import run_recsys
 
 from recsys.errors import UserError
 from recsys.serving.api import Run, open_run
@@ -36,12 +36,8 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
         "train": {"global_batch_size": 20},
     }
     (folder / "config.yaml").write_text(yaml.dump(config, sort_keys=False))
-    for program, words in (
-        ("train.py", [f"{folder}/config.yaml", f"run.dir={folder}/run"]),
-        ("recsys", ["export", f"{folder}/run", f"{folder}/out"]),
-    ):
-        done = fork_train(*words, program=program)
-        assert done.returncode == 0, done.stderr[-3000:]
+    run_recsys("train", folder / "config.yaml", f"run.dir={folder}/run")
+    run_recsys("export", folder / "run", folder / "out")
     return open_run(folder / "run"), Scorer(folder / "out"), rows
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import ROOT, fork_train, losses_of
+from launch import ROOT, losses_of, run_recsys
 
 from recsys.config import Config, load_config
 from recsys.config.choices import COLUMN_SPLITS, UNPOOLED, DataType, ShardingChoice
@@ -59,8 +59,7 @@ def draw(config: Config, folder: Path) -> list[str]:
 
 
 def losses(config: str, folder: Path, *overrides: str, nproc: int) -> list[float]:
-    done = fork_train(f"configs/{config}.yaml", f"run.dir={folder}", *overrides, nproc=nproc)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_recsys("train", f"configs/{config}.yaml", f"run.dir={folder}", *overrides, nproc=nproc)
     return losses_of(folder)
 
 

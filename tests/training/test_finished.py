@@ -7,7 +7,7 @@ from shutil import copytree, rmtree
 from typing import Any
 
 import pytest
-from launch import fork_train
+from launch import run_recsys
 
 from recsys.checkpoint import Marker, Source
 from recsys.report.record import Record
@@ -23,9 +23,7 @@ EPOCH = {"expected": 11 * 256, "seen": 11 * 256, "bad": 0, "skipped": 0}
 
 def train(run_dir: Path, epochs: int, *options: str) -> str:
     """Train, and return what is told."""
-    done = fork_train(CONFIG, f"run.dir={run_dir}", *OPTIONS, f"train.epochs={epochs}", *options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_recsys("train", CONFIG, f"run.dir={run_dir}", *OPTIONS, f"train.epochs={epochs}", *options)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +80,7 @@ def test_a_start_that_is_refused_leaves_the_run_as_it_is(finished: Path) -> None
     """config.yaml is of what was trained, whatever else the run was asked to go on with."""
     before = contents(finished) | {finished / "config.yaml": (finished / "config.yaml").read_bytes()}
     others = (f"run.dir={finished}", *OPTIONS, "train.epochs=1", "data.train=data/sample/test")
-    refused = fork_train(CONFIG, *others)
-    assert refused.returncode == 1 and "the files of data.train are not those" in refused.stderr
+    assert "the files of data.train are not those" in run_recsys("train", CONFIG, *others, status=1)
     assert contents(finished) | {finished / "config.yaml": (finished / "config.yaml").read_bytes()} == before
     assert Record(finished).status == "done"
     assert "done at step 11 already" in train(finished, 1)
@@ -95,8 +92,8 @@ def test_a_run_whose_best_checkpoint_is_damaged_ends_without_it(finished: Path) 
     best, marker = copytree(newest, newest.with_name("step-000000003")), Marker.read(newest)
     (best / "rank_0.bin").write_bytes(b"")
     replace(marker, state=replace(marker.state, best_step=3, best_metric=2.0)).write(newest)
-    failed = fork_train(CONFIG, f"run.dir={finished}", *OPTIONS, "train.epochs=2")
-    assert failed.returncode == 1 and "take another one, or remove it and run.resume=true ends with" in failed.stderr
+    told = run_recsys("train", CONFIG, f"run.dir={finished}", *OPTIONS, "train.epochs=2", status=1)
+    assert "take another one, or remove it and run.resume=true ends with" in told
     rmtree(best)
     assert "the checkpoint of step 3, the best so far, is gone" in train(finished, 2)
     assert json.loads((finished / "result.json").read_text())["steps"] == 22
@@ -106,8 +103,7 @@ def test_what_a_start_that_failed_had_asked_for_is_still_to_be_done(finished: Pa
     """config.yaml is of that start by then."""
     (tmp_path / "plan.json").write_text("{}")
     more = (f"run.dir={finished}", *OPTIONS, "train.epochs=2", f"run.plan={tmp_path}/plan.json")
-    refused = fork_train(CONFIG, *more)
-    assert refused.returncode == 1 and "plan.json" in refused.stderr
+    assert "plan.json" in run_recsys("train", CONFIG, *more, status=1)
     assert "done at step 22," in train(finished, 2)
 
 
@@ -135,9 +131,8 @@ def test_an_epoch_in_which_no_step_is_left_has_ended(before: list[str], now: lis
     """3,000 rows are 11 batches of 256 and some."""
     options = [f"run.dir={tmp_path}/run", "train.epochs=2", "train.eval_every_epochs=1", "run.stuck_after_s=20"]
     options += ["run.num_threads=1", "run.track.to=[]"]
-    assert fork_train(CONFIG, *options, *before).returncode == 0
-    done = fork_train(CONFIG, *options, "run.resume=true", *now)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_recsys("train", CONFIG, *options, *before)
+    run_recsys("train", CONFIG, *options, "run.resume=true", *now)
     steps = [line["step"] for line in lines(tmp_path / "run") if line["kind"] == "valid"]
     first = int(before[0].partition("=")[2])
     assert steps[0] == first and len(steps) == 2
@@ -147,10 +142,10 @@ def test_data_that_early_stopping_has_come_to_compare_by_stay(tmp_path: Path) ->
     """It was switched on as a run went on."""
     options = [f"run.dir={tmp_path}/run", "run.num_threads=1", "run.track.to=[]", "run.resume=true"]
     stopping = ["train.early_stop.metric=auc", "train.eval_every_steps=2"]
-    assert fork_train(CONFIG, *options, "train.max_steps=3").returncode == 0
-    assert fork_train(CONFIG, *options, *stopping, "train.max_steps=6").returncode == 0
-    refused = fork_train(CONFIG, *options, *stopping, "train.max_steps=9", "data.valid=data/sample/test")
-    assert refused.returncode == 1 and "the files of data.valid are not those" in refused.stderr
+    run_recsys("train", CONFIG, *options, "train.max_steps=3")
+    run_recsys("train", CONFIG, *options, *stopping, "train.max_steps=6")
+    others = (*options, *stopping, "train.max_steps=9", "data.valid=data/sample/test")
+    assert "the files of data.valid are not those" in run_recsys("train", CONFIG, *others, status=1)
 
 
 def test_a_metric_that_is_no_number_costs_no_step(tmp_path: Path) -> None:
@@ -163,8 +158,8 @@ def test_a_metric_that_is_no_number_costs_no_step(tmp_path: Path) -> None:
 
 
 def test_a_first_start_that_is_refused_leaves_its_page(tmp_path: Path) -> None:
-    refused = fork_train(CONFIG, f"run.dir={tmp_path}/run", *OPTIONS, f"train.init_from={tmp_path}/none")
-    assert refused.returncode == 1 and "warning" not in refused.stderr, refused.stderr
+    start = (f"run.dir={tmp_path}/run", *OPTIONS, f"train.init_from={tmp_path}/none")
+    assert "warning" not in run_recsys("train", CONFIG, *start, status=1)
     assert "does not exist; name a run directory" in (tmp_path / "run/report.html").read_text()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT, fork_train
+from launch import ROOT, run_recsys
 
 from recsys.checkpoint import Checkpoints, Marker, Tensors, TrainState, find_checkpoint, load_tensors
 from recsys.config import Config, Device, OptimizerConfig, load_config
@@ -186,19 +186,18 @@ def test_a_warm_start_takes_the_best_checkpoint(tmp_path: Path) -> None:
 
 
 def test_other_streams_on_resume_are_refused(tmp_path: Path) -> None:
-    arguments = (str(SAMPLE), f"run.dir={tmp_path}", "train.max_steps=3")
-    assert fork_train(*arguments).returncode == 0
-    done = fork_train(*arguments, "run.resume=true", "data.num_streams=6")
-    assert done.returncode == 1 and "'data.num_streams' is 6, and was 8" in done.stderr
-    assert "Traceback" not in done.stderr
+    words = ("train", SAMPLE, f"run.dir={tmp_path}", "train.max_steps=3")
+    run_recsys(*words)
+    told = run_recsys(*words, "run.resume=true", "data.num_streams=6", status=1)
+    assert "'data.num_streams' is 6, and was 8" in told
 
 
 @pytest.mark.slow
 def test_batches_of_another_size_on_resume(tmp_path: Path) -> None:
     """They take as many rows of each stream, so that what is left of the epoch comes in other batches."""
-    arguments = (str(SAMPLE), f"run.dir={tmp_path}", "train.epochs=1")
-    assert fork_train(*arguments, "train.max_steps=3").returncode == 0
-    assert fork_train(*arguments, "run.resume=true", "train.global_batch_size=128", nproc=3).returncode == 0
+    words = ("train", SAMPLE, f"run.dir={tmp_path}", "train.epochs=1")
+    run_recsys(*words, "train.max_steps=3")
+    run_recsys(*words, "run.resume=true", "train.global_batch_size=128", nproc=3)
     epochs = json.loads((tmp_path / "result.json").read_text())["data"]["epochs"]
     assert epochs == [{"expected": 3000, "seen": 3000, "bad": 0, "skipped": 0}]
 

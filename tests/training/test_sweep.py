@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from launch import ROOT, environment, fork_train
+from launch import ROOT, environment, run_recsys
 
 from recsys.config import load_config
 from recsys.errors import UserError
@@ -102,9 +102,7 @@ def test_bytes_are_those_that_are_served(tmp_path: Path) -> None:
 
 
 def sweep(out: Path, *words: str, status: int = 0) -> str:
-    done = fork_train("sweep", CONFIG, *SHORT, *words, "--out", str(out), program="recsys", timeout=900)
-    assert done.returncode == status, done.stderr[-3000:]
-    return done.stderr.strip() if status else done.stdout
+    return run_recsys("sweep", CONFIG, *SHORT, *words, "--out", out, status=status, timeout=900)
 
 
 def test_mistakes(tmp_path: Path) -> None:
