@@ -33,8 +33,7 @@ def differing_keys(runs: Sequence[Record]) -> list[list[str]]:
     """Return the config keys that differ, each with its value in every run; a dash where a run has none."""
     rows: dict[str, list[str]] = {}
     sections = [_sections(run) for run in runs]
-    keys = set().union(*(run.config for run in runs)) - {*_PLACES}
-    for key in sorted(keys.difference(*sections)):  # an empty section may be one that another run has keys in
+    for key in sorted(set().union(*(run.config for run in runs)) - {*_PLACES}):
         values = [run.config.get(key, "–") for run in runs]
         if any(value != values[0] for value in values):
             section = _missing_section(key, sections)

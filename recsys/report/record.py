@@ -18,7 +18,7 @@ import yaml
 from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from recsys.config.names import MOST_YAML_NODES
+from recsys.config.names import MOST_YAML_NODES, flat
 from recsys.errors import UserError
 from recsys.report.shapes import COMPRESSION, ENDING, FIGURE, ID_FIGURES, MEMORY, PLAN, RESULT, misfit
 from recsys.report.text import duration, number, size
@@ -85,7 +85,7 @@ class Record:
     def config(self) -> dict[str, Any]:
         """The config's values by dotted key; those of lists are one value."""
         try:
-            return dict(leaves(read_config(self.config_text)))
+            return dict(flat("", read_config(self.config_text)))
         except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
             raise UserError(
                 f"'{self.folder / 'config.yaml'}' is damaged ({' '.join(str(error).split())}); each checkpoint has a "
@@ -295,15 +295,6 @@ def read_config(text: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError("it holds no keys and values")
     return values
-
-
-def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings with their dotted keys; a list is one value."""
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from leaves(inner, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, value
 
 
 def _entries(path: Path) -> list[str]:

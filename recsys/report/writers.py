@@ -18,8 +18,9 @@ import numpy as np
 
 from recsys.config import Config, config_text
 from recsys.config.choices import Tracker
+from recsys.config.names import flat
 from recsys.errors import UserError
-from recsys.report.record import figures, leaves, read_config
+from recsys.report.record import figures, read_config
 from recsys.runtime.files import naming, replace_file
 from recsys.runtime.logs import logger, to_json
 from recsys.runtime.versions import is_installed
@@ -223,7 +224,7 @@ class Mlflow(Writer):
     def config(self, text: str) -> None:
         super().config(text)
         if self._earlier is None:  # MLflow refuses another value of a parameter that a run has
-            self._mlflow.log_params(_named_for_mlflow(dict(leaves(read_config(text)))))
+            self._mlflow.log_params(_named_for_mlflow(dict(flat("", read_config(text)))))
 
     def close(self) -> None:
         self._mlflow.end_run()

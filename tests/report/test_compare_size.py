@@ -10,7 +10,7 @@ from recsys.report.record import Record
 def _run(num_features: int, **changed: object) -> Record:
     record = Record(Path("run"))
     features = {f"features.f{i}.{key}": 1 for i in range(num_features) for key in ("table", "nulls", "keep", "column")}
-    record.__dict__["config"] = {**features, "train.publish": {}, **changed}  # in place of a config.yaml that is read
+    record.__dict__["config"] = {**features, "train.epochs": 1, **changed}  # in place of a config.yaml that is read
     return record
 
 
