@@ -1,5 +1,7 @@
 """What the first rows and the footers tell of memory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,9 @@ import pytest
 import torch
 import yaml
 
-from recsys.config import load_config
+from recsys.config import Config, load_config
 from recsys.data.decode import SegmentReader
-from recsys.data.inputs import open_inputs
+from recsys.data.inputs import Inputs, open_inputs
 from recsys.data.window import convert_table
 from recsys.errors import UserError
 from recsys.ids import statistics_bytes
@@ -30,6 +32,28 @@ from recsys.runtime.world import rehearse_world
 ROWS = 30_000
 
 
+def write(
+    folder: Path, rows: pa.Table, features: dict[str, Any], row_group_rows: int | None = None, **sections: Any
+) -> Path:
+    """Write rows, and a config that reads them; `sections` of it are in place of, or beside, what stands here."""
+    pq.write_table(rows, folder / "rows.parquet", row_group_size=row_group_rows)
+    content: dict[str, Any] = {
+        "data": {"train": str(folder / "rows.parquet"), "label_column": "label"},
+        "tables": {"table": {"num_embeddings": 1000, "embedding_dim": 8}},
+        "model": {"name": "dlrm"},
+    }
+    content = content | {name: content.get(name, {}) | section for name, section in sections.items()}
+    (folder / "config.yaml").write_text(yaml.safe_dump(content | {"features": features}))
+    return folder / "config.yaml"
+
+
+@contextmanager
+def opened(path: Path, *overrides: str, num_ranks: int = 1) -> Iterator[tuple[Config, Inputs]]:
+    config = load_config(path, overrides)
+    with rehearse_world(num_ranks, num_ranks, torch.device("cpu")) as world:
+        yield config, open_inputs(config, world)
+
+
 def facts_of(
     folder: Path, row_group_rows: int | None = None, distinct: int = 24, num_ranks: int = 1, **settings: Any
 ) -> DataFacts:
@@ -38,17 +62,9 @@ def facts_of(
     lists = pa.ListArray.from_arrays(pa.array(ends), pa.array(rng.integers(0, distinct, 10 * ROWS)))
     ids = {f"id{i}": pa.array(rng.integers(0, distinct, ROWS)) for i in range(3)}
     rows = pa.table({**ids, "history": lists, "label": pa.array(rng.integers(0, 2, ROWS))})
-    pq.write_table(rows, folder / "rows.parquet", row_group_size=row_group_rows)
-    content = {
-        "data": {"train": str(folder / "rows.parquet"), "label_column": "label"},
-        "features": {name: {"table": "table"} for name in [*ids, "history"]},
-        "tables": {"table": {"num_embeddings": 1000, "embedding_dim": 8, **settings.pop("table", {})}},
-        "model": {"name": "dlrm"},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(content))
-    config = load_config(folder / "config.yaml", [f"{key}={value}" for key, value in settings.items()])
-    with rehearse_world(num_ranks, num_ranks, torch.device("cpu")) as world:
-        return data_facts(config, open_inputs(config, world), num_ranks)
+    path = write(folder, rows, {name: {"table": "table"} for name in [*ids, "history"]}, row_group_rows)
+    with opened(path, *(f"{key}={value}" for key, value in settings.items()), num_ranks=num_ranks) as (config, inputs):
+        return data_facts(config, inputs, num_ranks)
 
 
 def test_streams_without_rows_hold_nothing(tmp_path: Path) -> None:
@@ -144,9 +160,7 @@ def test_memory_fit_knows_what_smaller_windows_hold(row_group_rows: int, tmp_pat
     settings = {**wide, "data.num_threads": 0, "data.num_streams": 1, "train.global_batch_size": ROWS}
     small = facts_of(tmp_path, row_group_rows, **settings, **{"data.window_mib": 1})
     assert small.window_bytes > 8 << 20
-    config = load_config(tmp_path / "config.yaml", [f"{key}={value}" for key, value in settings.items()])
-    with rehearse_world(1, 1, torch.device("cpu")) as world:
-        inputs = open_inputs(config, world)
+    with opened(tmp_path / "config.yaml", *(f"{key}={value}" for key, value in settings.items())) as (config, inputs):
         fitter = Fitter(config, data_facts(config, inputs, 1), topology_of(config), inputs=inputs)
         assert fitter.data_of(with_changes(config, [Change({"data.window_mib": 1}, "")])) == small
 
@@ -172,17 +186,10 @@ def test_lists_of_rows_to_evaluate_are_longer_than_those_of_training(tmp_path: P
     assert facts.mean_ids["history"] == pytest.approx(10, rel=0.1)
 
 
-def sample_of(folder: Path, feature: str) -> tuple[Sample, pa.Table]:
-    """Return the first rows as predictions take them, and all rows as they are decoded."""
-    content = {
-        "data": {"train": str(folder / "rows.parquet"), "label_column": "label"},
-        "features": {feature: {"table": "table"}},
-        "tables": {"table": {"num_embeddings": 1000, "embedding_dim": 8}},
-        "model": {"name": "dlrm", "interaction": "dot_and_embeddings"},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(content))
-    with rehearse_world(1, 1, torch.device("cpu")) as world:
-        inputs = open_inputs(load_config(folder / "config.yaml"), world)
+def sample_of(folder: Path, rows: pa.Table, feature: str) -> tuple[Sample, pa.Table]:
+    """Write rows; return the first of them as predictions take them, and all as they are decoded."""
+    path = write(folder, rows, {feature: {"table": "table"}}, model={"interaction": "dot_and_embeddings"})
+    with opened(path) as (_, inputs):
         return Sample(inputs, "train"), SegmentReader(inputs.datasets["train"]).row_group(0)
 
 
@@ -193,18 +200,10 @@ def test_lists_that_get_shorter_are_expected_with_their_weights(tmp_path: Path) 
     lists = pa.ListArray.from_arrays(pa.array(ends), pa.array(np.arange(ends[-1]) % 999))
     weights = pa.ListArray.from_arrays(pa.array(ends), pa.array(np.ones(ends[-1], np.float32)))
     columns = {"ids": lists, "weights": weights, "label": pa.array(np.arange(4000) % 2)}
-    pq.write_table(pa.table(columns), tmp_path / "rows.parquet", row_group_size=1000)
-    content = {
-        "data": {"train": str(tmp_path / "rows.parquet"), "label_column": "label", "num_threads": 1, "num_streams": 2},
-        "features": {"ids": {"table": "table", "weights": "weights"}},
-        "tables": {"table": {"num_embeddings": 1000, "embedding_dim": 8}},
-        "model": {"name": "dlrm", "interaction": "dot_and_embeddings"},
-        "train": {"global_batch_size": 100, "epochs": 2},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    config = load_config(tmp_path / "config.yaml")
-    with rehearse_world(1, 1, torch.device("cpu")) as world:
-        inputs = open_inputs(config, world)
+    sections = {"data": {"num_threads": 1, "num_streams": 2}, "model": {"interaction": "dot_and_embeddings"}}
+    sections["train"] = {"global_batch_size": 100, "epochs": 2}
+    path = write(tmp_path, pa.table(columns), {"ids": {"table": "table", "weights": "weights"}}, 1000, **sections)
+    with opened(path) as (config, inputs):
         tables = list(map(SegmentReader(inputs.datasets["train"]).row_group, range(4)))
         taken = sum(convert_table(table, inputs.spec("train")).num_bytes for table in tables)
         sample, facts = Sample(inputs, "train"), data_facts(config, inputs, 1)
@@ -226,17 +225,16 @@ def test_texts_beyond_the_dictionary_of_the_file_are_expected(alpha: float, tmp_
     numbers = np.random.default_rng(0).zipf(alpha, 120_000 * 10) % 1_000_000
     ends = np.arange(0, len(numbers) + 1, 10).astype(np.int32)
     lists = pa.ListArray.from_arrays(pa.array(ends), pa.array([f"a text {number}" for number in numbers]))
-    pq.write_table(pa.table({"words": lists, "label": pa.array(ends[1:] % 2)}), tmp_path / "rows.parquet")
-    sample, decoded = sample_of(tmp_path, "words")
+    sample, decoded = sample_of(tmp_path, pa.table({"words": lists, "label": pa.array(ends[1:] % 2)}), "words")
     assert sample.table_bytes(decoded.num_rows) == pytest.approx(decoded.nbytes, rel=0.25)
 
 
 def test_each_column_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"a text {number} that goes on for {'so ' * 30}long" for number in range(40_000)]
-    pq.write_table(pa.table({"id": texts, "label": np.arange(len(texts)) % 2}), tmp_path / "rows.parquet")
+    rows = pa.table({"id": texts, "label": np.arange(len(texts)) % 2})
     count, counted = sample_module._Distinct.of, []
     monkeypatch.setattr(sample_module._Distinct, "of", lambda column: [counted.append(column), count(column)][1])
-    sample, decoded = sample_of(tmp_path, "id")
+    sample, decoded = sample_of(tmp_path, rows, "id")
     assert sample.table_bytes(decoded.num_rows) > 40_000 * 100 and len(counted) == 1
     assert list(sample.distinct_ids(40_000)) == [40_000] and len(counted) == 1
 
@@ -245,32 +243,23 @@ def test_a_whole_dictionary_is_not_expected_to_grow(tmp_path: Path) -> None:
     """The first rows hold texts once each, and the file's dictionary is all that there are."""
     texts = np.array([f"text {number}" for number in range(20_000)])
     chosen = np.r_[texts, np.random.default_rng(0).choice(texts, 180_000)]
-    pq.write_table(pa.table({"id": chosen, "label": np.arange(len(chosen)) % 2}), tmp_path / "rows.parquet")
-    sample, decoded = sample_of(tmp_path, "id")
+    sample, decoded = sample_of(tmp_path, pa.table({"id": chosen, "label": np.arange(len(chosen)) % 2}), "id")
     assert sample.table_bytes(decoded.num_rows) == pytest.approx(decoded.nbytes, rel=0.05)
 
 
 def test_rows_that_do_not_fit_are_told_with_their_file(tmp_path: Path) -> None:
     """Those behind the first 1,000, which are looked at before."""
     columns = {"item": [5] * 1500 + [99] * 500, "label": [0, 1] * 1000}
-    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
-    content = {
-        "data": {"train": str(tmp_path / "rows.parquet"), "label_column": "label"},
-        "features": {"item": {"table": "item"}},
-        "tables": {"item": {"num_embeddings": 50, "embedding_dim": 8, "mapping": "identity"}},
-        "model": {"name": "fm"},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    config = load_config(tmp_path / "config.yaml")
-    with rehearse_world(1, 1, torch.device("cpu")) as world:
-        inputs = open_inputs(config, world)
-        with pytest.raises(UserError, match=r"id 99 is outside 0 … 49 .*\(in row group 0 of .*rows.parquet\)$"):
-            data_facts(config, inputs, 1)
+    identity = {"table": {"num_embeddings": 50, "embedding_dim": 8, "mapping": "identity"}}
+    path = write(tmp_path, pa.table(columns), {"item": {"table": "table"}}, tables=identity, model={"name": "fm"})
+    refused = pytest.raises(UserError, match=r"id 99 is outside 0 … 49 .*\(in row group 0 of .*rows.parquet\)$")
+    with opened(path) as (config, inputs), refused:
+        data_facts(config, inputs, 1)
 
 
 def test_what_a_vocabulary_counts_is_decoded(tmp_path: Path) -> None:
     assert facts_of(tmp_path).counted_bytes == 0
-    found = facts_of(tmp_path, table={"mapping": "vocabulary"})
+    found = facts_of(tmp_path, **{"tables.table.mapping": "vocabulary"})
     assert found.counted_bytes > 3 * ROWS * 10 * 8 and found.counted_ids.keys() == {"table"}
 
 
@@ -279,28 +268,18 @@ def test_batches_take_what_the_loader_makes(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     vectors = pa.array(list(rng.normal(size=(ROWS, 64)).astype(np.float32)))
     columns = {"item": rng.integers(0, 50, ROWS), "click": rng.integers(0, 2, ROWS), "buy": rng.integers(0, 2, ROWS)}
-    pq.write_table(pa.table({**columns, "text": vectors, "price": rng.random(ROWS)}), tmp_path / "rows.parquet")
-    settings = {
-        "data": {"train": f"{tmp_path}/rows.parquet", "labels": {"click": "click", "buy": "buy"}},
-        "features": {
-            "item": {"table": "item"},
-            "text": {"type": "float", "dim": 64},
-            "price": {"type": "float"},
-        },
-        "tables": {"item": {"num_embeddings": 50, "embedding_dim": 4}},
-        "model": {"name": "mmoe"},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    config = load_config(tmp_path / "config.yaml")
-    with rehearse_world(1, 1, torch.device("cpu")) as world:
-        inputs = open_inputs(config, world)
+    rows = pa.table({**columns, "text": vectors, "price": rng.random(ROWS)})
+    features = {"item": {"table": "table"}, "text": {"type": "float", "dim": 64}, "price": {"type": "float"}}
+    labels = {"label_column": None, "labels": {"click": "click", "buy": "buy"}}
+    path = write(tmp_path, rows, features, data=labels, model={"name": "mmoe"})
+    with opened(path) as (config, inputs):
         facts, made = data_facts(config, inputs, 1), next(inputs.loader("train").batches())
     batch_bytes = facts.batch_bytes(config, 1024, facts.mean_ids)
     assert made.content is not None and batch_bytes == pytest.approx(made.content.nbytes, abs=5 * 64)
     options = ["data.valid=${data.train}", "data.prefetch_batches=0", f"train.eval_batch_size={8 * 1024}"]
     for device, batches, locked in (("cpu", 1, batch_bytes), ("cuda", 2, 1 << 19)):
         there = [f"topology.device={device}", "topology.device_memory=80GiB"]
-        (rank,) = rehearse_run(load_config(tmp_path / "config.yaml", [*options, *there])).prediction.ranks
+        (rank,) = rehearse_run(load_config(path, [*options, *there])).prediction.ranks
         kinds = {phase: {**found["device"], **found["host"]} for phase, found in rank.phases.items()}
         assert kinds["step"]["loader_batches"] == batches * locked
         assert kinds["evaluation"]["loader_batches"] == batches * (1 + 8) * locked
