@@ -42,7 +42,6 @@ SHA256 = {
 LIKED = 4.0
 RATING_COLUMNS = ("user_id", "item_id", "timestamp", "rating")
 USER_COLUMNS = ("age", "gender", "occupation", "zip_code")
-ITEM_COLUMNS = ("release_year", "genres")
 DOWNLOAD_SECONDS = 300
 
 
@@ -90,7 +89,7 @@ def fetch_wheel(cache: Path) -> Path:
 
 
 def read_wheel(wheel: Path) -> tuple[pa.Table, pa.Table, pa.Table]:
-    """Ratings in file order, users (user_id and USER_COLUMNS) and items (item_id and ITEM_COLUMNS), sorted by id.
+    """Ratings in file order, users (user_id and USER_COLUMNS) and items (item_id, release_year, genres), sorted by id.
 
     Ratings have user_id, item_id, timestamp (int64, seconds since 1970) and rating (float32). Every user and item of
     theirs has a row in its table, of nulls if the wheel does not know it.

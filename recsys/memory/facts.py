@@ -124,7 +124,7 @@ class RankMemory:
 
     rank: int
     tables: dict[str, TableBytes]
-    phases: dict[str, dict[str, Bytes]] = field(default_factory=dict)
+    phases: dict[str, dict[str, Bytes]]
 
     def peak(self, where: str) -> tuple[int, str]:
         """Return the most bytes, on the `device` or the `host`, and the phase."""

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import Config
-from recsys.config.features import dims_of, float_columns, id_features, table_of_feature
+from recsys.config.features import dims_of, float_columns, has_weighted_ids, id_features, table_of_feature
 from recsys.data.batch import Batch, Sampled
 from recsys.data.order import Position
 from recsys.data.pool import Fence
@@ -80,11 +80,10 @@ def _batch(config: Config, data: DataFacts, rows: int, bounds: tuple[int, ...]) 
     names = id_features(config)
     counts = [math.ceil(rows * data.mean_ids[name]) for name in names]
     ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    is_weighted = any(config.features[name].weights is not None for name in names)
     ids = KeyedJaggedTensor(
         names,
         torch.empty(ends[-1], dtype=torch.int32),
-        torch.empty(ends[-1]) if is_weighted else None,
+        torch.empty(ends[-1]) if has_weighted_ids(config) else None,
         lengths=torch.empty(len(names) * rows, dtype=torch.int32),
         offsets=torch.empty(len(names) * rows + 1, dtype=torch.int32),
         stride=rows,

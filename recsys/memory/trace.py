@@ -163,7 +163,7 @@ class LivePeak(TorchDispatchMode):
 
     def __init__(
         self,
-        outside: Iterable[torch.Tensor] = (),
+        outside: Iterable[torch.Tensor],
         apart: Callable[[], int] = lambda: 0,
         block_bytes: int = 0,
         workspace: Callable[[Any, tuple[Any, ...]], int] = no_workspace,

@@ -52,10 +52,10 @@ class Request:
     steps: tuple[str, ...]
     metric: str
     max_loss: str
-    prune_by: str = "norm"
-    student: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-    trust_code: bool = False
+    prune_by: str
+    student: tuple[str, ...]
+    overrides: tuple[str, ...]
+    trust_code: bool
 
     def check(self, run: Finished, world_size: int) -> None:
         """Raise a UserError for options that do not fit a run."""

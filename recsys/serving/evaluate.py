@@ -26,7 +26,7 @@ from recsys.ids import hash_column, hash_integers
 from recsys.models.bootstrap import Bootstrap
 from recsys.models.label_metrics import LabelEvaluator
 from recsys.models.metrics import Evaluator, RetrievalEvaluator, is_higher_better
-from recsys.runtime.files import replace_file, unused_folder
+from recsys.runtime.files import cannot_write, replace_file, unused_folder
 from recsys.runtime.logs import git_commit, logger, quiet_libraries, show_metrics, start_logging, to_json
 from recsys.runtime.versions import installed_versions
 from recsys.runtime.world import World, open_world
@@ -289,7 +289,7 @@ def _new_folder(parent: Path) -> Path:
     try:
         return unused_folder(parent / time.strftime("%Y%m%d-%H%M%S"))
     except OSError as error:
-        raise UserError(f"cannot write to '{parent}' ({error.strerror}); name another folder by run.dir") from error
+        raise cannot_write("run.dir", parent, error) from error
 
 
 def _described(inputs: Inputs, role: str) -> dict[str, Any]:

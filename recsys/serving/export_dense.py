@@ -15,7 +15,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from recsys.checkpoint import Source
-from recsys.checkpoint.tensor_files import Entry, LocalTensor, read_tensors
+from recsys.checkpoint.tensor_files import read_tensors
 from recsys.config import Config
 from recsys.errors import UserError
 from recsys.models.base import Model, Vectors
@@ -166,7 +166,11 @@ class DenseExport:
         """Write the weights of all graphs; return their entry in the manifest."""
         self._files.write(WEIGHTS, weight_chunks(self._model), always_verified=False)
         tensors = {
-            name: {"offset": self._places[name], **_described(Entry.of(LocalTensor.of(value)))}
+            name: {
+                "offset": self._places[name],
+                "shape": list(value.shape),
+                "dtype": str(value.dtype).removeprefix("torch."),
+            }
             for name, value in self._weights.items()
         }
         return {"file": WEIGHTS, "tensors": tensors}
@@ -290,10 +294,6 @@ def weight_chunks(model: nn.Module) -> Iterator[Any]:
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         yield content
         yield bytes(-len(content) % _ALIGNED)
-
-
-def _described(entry: Entry) -> dict[str, Any]:
-    return {"shape": list(entry.size), "dtype": entry.dtype}
 
 
 def _repeat_interleave(repeats: Any, output_size: Any = None) -> Any:
