@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import fork_train
+from launch import losses_of, must_train, records_of
 
 from recsys.config import load_config
 
@@ -53,20 +53,11 @@ def plan(folder: Path, world_size: int, kind: str) -> list[str]:
 def train(run_dir: Path, where: tuple[int, str], optimizer: str, *options: str) -> str:
     """Train under a plan; return the log."""
     arguments = [*settings(optimizer), *plan(run_dir.parent, *where), *options]
-    done = fork_train(CONFIG, f"run.dir={run_dir}", *arguments, nproc=where[0])
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return must_train(CONFIG, f"run.dir={run_dir}", *arguments, nproc=where[0]).stdout
 
 
 def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in record.items() if k not in ("kind", "time")} for record in records if record["kind"] == kind
-    ]
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [record["loss"] for record in lines(run_dir, "train")]
+    return [{k: v for k, v in record.items() if k not in ("kind", "time")} for record in records_of(run_dir, kind)]
 
 
 def go_on(run_dir: Path, where: tuple[int, str], optimizer: str) -> str:
@@ -92,7 +83,7 @@ def reference(optimizer: str) -> Path:
     resumed = run_dir.with_name("resumed")
     shutil.copytree(saved, resumed)
     go_on(resumed, CANONICAL, optimizer)
-    assert losses(resumed) == losses(run_dir)
+    assert losses_of(resumed) == losses_of(run_dir)
     return run_dir.parent
 
 
@@ -121,6 +112,6 @@ def test_saved_here_loaded_there(world_size: int, kind: str, optimizer: str, tmp
     go_on(here, where, optimizer)
     assert_close(lines(here, "valid")[0], lines(whole / "resumed", "valid")[0], 1e-6)
     if not approximate:
-        assert_close(losses(there), losses(whole / "whole"), 1e-5)
-        assert_close(losses(here), losses(whole / "whole"), 1e-5)
+        assert_close(losses_of(there), losses_of(whole / "whole"), 1e-5)
+        assert_close(losses_of(here), losses_of(whole / "whole"), 1e-5)
         assert_close(lines(here, "valid"), lines(whole / "resumed", "valid"), 1e-5)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import load_tables
 from days import CONFIG, GROW, Day, write_day
-from launch import fork_train
+from launch import fork_train, must_train
 from retrieval import write_retrieval
 
 from recsys.checkpoint import Checkpoints, Source, TrainState
@@ -256,9 +256,7 @@ def test_a_file_that_changed_is_told(world: World, tmp_path: Path, caplog: pytes
 
 def train(folder: Path, *options: str, nproc: int = 1) -> str:
     (folder.parent / "config.yaml").write_text(CONFIG)
-    done = fork_train(str(folder.parent / "config.yaml"), f"run.dir={folder}", *options, nproc=nproc)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return must_train(str(folder.parent / "config.yaml"), f"run.dir={folder}", *options, nproc=nproc).stdout
 
 
 def refused(folder: Path, *options: str) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from launch import ROOT, fork_train
+from launch import ROOT, fork_train, must_train
 
 from recsys.checkpoint import Marker, TrainState
 from recsys.config import load_config
@@ -78,8 +78,7 @@ def test_runs_with_the_longest_and_oddest_names(tmp_path: Path) -> None:
         run_dir = tmp_path / str(len(name))
         config = _config(tmp_path, name, "tables")
         options = ("train.max_steps=2", "train.checkpoint_every_steps=1", "data.valid=null", "data.test=null")
-        done = fork_train(str(config), f"run.dir={run_dir}", *options)
-        assert done.returncode == 0, done.stderr[-2000:]
+        must_train(str(config), f"run.dir={run_dir}", *options)
         assert (run_dir / f"vocabulary/{name}.parquet").is_file()
         longer = ("run.resume=true", *options, "train.max_steps=3")
         assert fork_train(str(config), f"run.dir={run_dir}", *longer).returncode == 0

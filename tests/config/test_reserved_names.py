@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from checkpoints import load_tables
-from launch import fork_train
+from launch import must_train
 
 # Attributes of torch's modules and module dicts, of mappings, of OmegaConf's nodes.
 TABLES = ["items", "type", "values", "keys", "pop", "update", "training", "weight", "dense", "_modules", "naïve-x"]
@@ -64,8 +64,7 @@ def test_a_whole_run_on_two_ranks(model: str, data: Path, tmp_path: Path) -> Non
     run = tmp_path / "run"
     arguments = (str(tmp_path / "config.yaml"), f"run.dir={run}", "tables.update.pooling=mean", "run.num_threads=1")
     for more in ((), ("run.resume=true", "train.max_steps=6", "train.epochs=2", "train.eval_every_steps=5")):
-        done = fork_train(*arguments, *more, nproc=2)
-        assert done.returncode == 0, done.stderr[-3000:]
+        must_train(*arguments, *more, nproc=2)
 
     result = json.loads((run / "result.json").read_text())
     assert result["steps"] == 6 and set(result["data"]["ids"]) == {*TABLES, LIST}

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import fork_train
+from launch import fork_train, must_train
 
 from recsys.config import load_config
 from recsys.data.crosses import with_crosses
@@ -62,8 +62,7 @@ def test_a_cross_trains_as_a_column_of_its_ids_would_on_any_ranks(tmp_path: Path
     config, results = write(tmp_path), []
     for nproc in (1, 3):
         run = tmp_path / f"run{nproc}"
-        done = fork_train(str(config), f"run.dir={run}", nproc=nproc)
-        assert done.returncode == 0, done.stderr[-2000:]
+        must_train(str(config), f"run.dir={run}", nproc=nproc)
         results.append(json.loads((run / "result.json").read_text()))
         vocabulary = pq.read_table(run / "vocabulary" / "pair.parquet")
         assert vocabulary.num_rows == 45 * 5, "one id for each combination that the filter leaves"

@@ -9,7 +9,8 @@ from recsys.checkpoint.tensor_files import LocalTensor, read_tensors
 
 
 def load_tables(checkpoint: Path, prefix: str = "tables/") -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint whose names begin with a prefix, whole and without it."""
+    """Return the tensors of a checkpoint, or of a run's last, whose names begin with a prefix, whole and without it."""
+    checkpoint = max((checkpoint / "checkpoints").glob("step-*"), default=checkpoint)
     entries = {name: entry for name, entry in Marker.read(checkpoint).tensors.items() if name.startswith(prefix)}
     found = {name: entry.empty() for name, entry in entries.items()}
     read_tensors(checkpoint, entries, {name: LocalTensor.of(tensor) for name, tensor in found.items()})

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 from recsys.runtime.environment import MALLOC_SETTINGS
 
@@ -87,6 +88,13 @@ def fork_train(
     return subprocess.CompletedProcess(arguments, next(filter(None, codes), 0), *texts)
 
 
+def must_train(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run what must succeed, as `fork_train` does."""
+    done = fork_train(*arguments, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
 def run_recsys(
     *arguments: object,
     nproc: int = 1,
@@ -103,17 +111,20 @@ def run_recsys(
     return done.stderr.strip() if status else done.stdout
 
 
+def records_of(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
+    """Return the lines of a kind in a run's metrics.jsonl."""
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [record for record in records if record["kind"] == kind]
+
+
 def losses_of(run_dir: Path) -> list[float]:
     """Return the losses of training that a run logged: of each step with train.log_every_steps=1."""
-    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [record["loss"] for record in records if record["kind"] == "train"]
+    return [record["loss"] for record in records_of(run_dir)]
 
 
 def evaluate(run: Path, *overrides: str, nproc: int = 1) -> dict[str, dict[str, float]]:
     """Return the metrics that `--evaluate` prints, and writes."""
-    done = fork_train(str(run), "--evaluate", *overrides, nproc=nproc)
-    assert done.returncode == 0, done.stderr[-3000:]
-    *_, told, printed = done.stdout.splitlines()
+    *_, told, printed = must_train(str(run), "--evaluate", *overrides, nproc=nproc).stdout.splitlines()
     metrics = json.loads(printed)["metrics"]
     assert json.loads(Path(told.removeprefix("done: ")).read_text())["metrics"] == metrics
     return metrics

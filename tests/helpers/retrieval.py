@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from launch import fork_train, losses_of, run_recsys
+from launch import losses_of, must_train, run_recsys
 
 from recsys.serving.score import Scorer
 
@@ -57,8 +57,7 @@ def write_retrieval(folder: Path) -> Path:
 
 def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> tuple[dict[str, float], list[float]]:
     """Train; return the metrics on data.test, and the loss of every step."""
-    done = fork_train(str(config), f"run.dir={run_dir}", *overrides, nproc=nproc)
-    assert done.returncode == 0, done.stderr[-3000:]
+    must_train(str(config), f"run.dir={run_dir}", *overrides, nproc=nproc)
     metrics = json.loads((run_dir / "result.json").read_text())["metrics"]["test"]
     return metrics, losses_of(run_dir)
 

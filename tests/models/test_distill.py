@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import fork_train, losses_of
+from launch import fork_train, losses_of, must_train, run_recsys
 
 from recsys.config import DistillConfig, LabelConfig, load_config
 from recsys.config.choices import LabelLoss
@@ -25,8 +25,7 @@ SETTINGS = ("train.log_every_steps=1", "data.window_mib=1", "data.valid=null", "
 
 def train(run_dir: Path, *overrides: str, nproc: int = 1) -> list[float]:
     """Train and return the loss of each step."""
-    done = fork_train("configs/dlrm_sample.yaml", f"run.dir={run_dir}", *SETTINGS, *overrides, nproc=nproc)
-    assert done.returncode == 0, done.stderr[-3000:]
+    must_train("configs/dlrm_sample.yaml", f"run.dir={run_dir}", *SETTINGS, *overrides, nproc=nproc)
     return losses_of(run_dir)
 
 
@@ -36,8 +35,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("teacher")
     train(folder / "run", "optimizer.dense.learning_rate=0.02")
     arguments = ("predict", f"{folder}/run", "data/sample/train", f"{folder}/scored", "--keep", COLUMNS)
-    done = fork_train(*arguments, program="recsys")
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_recsys(*arguments)
     return folder / "run", folder / "scored"
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from launch import fork_train, losses_of
+from launch import fork_train, losses_of, must_train
 
 NUMBERS = ["x0", "x1", "x2"]
 RANKERS: dict[str, dict[str, Any]] = {
@@ -48,8 +48,7 @@ def write_config(folder: Path, name: str, model: dict[str, Any], floats: dict[st
 
 
 def losses(config: Path, run: Path, *overrides: str, nproc: int = 1) -> list[float]:
-    done = fork_train(str(config), f"run.dir={run}", *overrides, nproc=nproc)
-    assert done.returncode == 0, done.stderr[-3000:]
+    must_train(str(config), f"run.dir={run}", *overrides, nproc=nproc)
     return losses_of(run)
 
 
@@ -120,8 +119,7 @@ def test_another_dimension_begins_a_layer_anew(tmp_path: Path) -> None:
     start = [str(config), f"run.dir={tmp_path}/next", f"train.init_from={tmp_path}/run", other]
     done = fork_train(*start)
     assert done.returncode == 1 and "train.init.dense=matching" in done.stderr, done.stderr[-2000:]
-    done = fork_train(*start, "train.init.dense=matching")
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = must_train(*start, "train.init.dense=matching")
     assert "kept: dense/mlp.0.weight (of shape (8, 11) there)" in done.stdout
     done = fork_train(str(config), f"run.dir={tmp_path}/run", "run.resume=true", "train.epochs=3", other)
     assert done.returncode == 1 and "features.v.dim" in done.stderr, done.stderr[-2000:]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launch import fork_train
+from launch import must_train
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.config import Device
@@ -60,8 +60,7 @@ def best(rank: int, ranks: int) -> list[list[list[list[float]]]]:
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_find_the_best_of_all_items(ranks: int, tmp_path: Path) -> None:
-    done = fork_train(str(tmp_path), nproc=ranks, program="tests/models/test_items.py")
-    assert done.returncode == 0, done.stderr[-2000:]
+    must_train(str(tmp_path), nproc=ranks, program="tests/models/test_items.py")
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     for case, (scores, positions) in enumerate(best(0, 1)):
         of_ranks, where = ([row for each in found for row in each[case][i]] for i in (0, 1))

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import fork_train, losses_of
+from launch import fork_train, losses_of, must_train
 
 from recsys.config import load_config
 from recsys.data.inputs import open_inputs
@@ -87,8 +87,7 @@ def test_negatives_are_not_drawn_as_a_filter_draws_rows(filter: str, config: Pat
 
 def train(config: Path, run: Path, *options: str, nproc: int = 1) -> tuple[list[float], dict[str, float]]:
     """Return the losses of the steps, and the metrics of the test set."""
-    done = fork_train(str(config), f"run.dir={run}", *options, nproc=nproc)
-    assert done.returncode == 0, done.stderr[-2000:]
+    must_train(str(config), f"run.dir={run}", *options, nproc=nproc)
     metrics = json.loads((run / "result.json").read_text())["metrics"]
     return losses_of(run), metrics["test"]
 

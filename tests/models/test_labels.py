@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import fork_train
+from launch import fork_train, must_train, records_of
 
 from recsys.config import load_config
 from recsys.errors import UserError
@@ -51,10 +51,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, run: Path, *options: str, nproc: int = 1, model: str = "dlrm") -> tuple[list[dict], dict]:
     """Return the lines of metrics.jsonl of the steps, and the metrics of the test set."""
-    done = fork_train(str(folder / f"{model}.yaml"), f"run.dir={run}", *options, nproc=nproc)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "train"], json.loads((run / "result.json").read_text())["metrics"]
+    must_train(str(folder / f"{model}.yaml"), f"run.dir={run}", *options, nproc=nproc)
+    return records_of(run), json.loads((run / "result.json").read_text())["metrics"]
 
 
 def losses(lines: list[dict]) -> list[float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from launch import ROOT, fork_train
+from launch import ROOT, must_train
 
 from recsys.config import LabelConfig, load_config
 from recsys.errors import UserError
@@ -34,8 +34,7 @@ def test_it_learns_alike_on_one_process_and_two(tmp_path: Path) -> None:
     for nproc in (1, 2):
         run = tmp_path / f"run{nproc}"
         options = (f"run.dir={run}", "data.test=data/sample/train", "optimizer.tables.learning_rate=0.5")
-        done = fork_train(str(tmp_path / "lr.yaml"), *options, nproc=nproc)
-        assert done.returncode == 0, done.stderr[-2000:]
+        must_train(str(tmp_path / "lr.yaml"), *options, nproc=nproc)
         results.append(json.loads((run / "result.json").read_text())["metrics"]["test"])
     assert results[0] == pytest.approx(results[1], rel=1e-5)
     assert results[0]["auc"] > 0.6  # of the rows that it has seen

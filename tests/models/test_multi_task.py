@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import ROOT, fork_train, losses_of
+from launch import ROOT, losses_of, must_train, run_recsys
 
 from recsys.config import LabelConfig, load_config
 from recsys.errors import UserError
@@ -109,8 +109,7 @@ def test_esmm_wants_binary_labels(labels: str, configs: Path) -> None:
 
 def train(run: Path, config: Path, *options: str, nproc: int = 1) -> list[float]:
     shown = "train.log_every_steps=1"
-    done = fork_train(f"{config}", CHAIN, f"run.dir={run}", "train.max_steps=10", shown, *options, nproc=nproc)
-    assert done.returncode == 0, done.stderr[-3000:]
+    must_train(f"{config}", CHAIN, f"run.dir={run}", "train.max_steps=10", shown, *options, nproc=nproc)
     return losses_of(run)
 
 
@@ -141,8 +140,7 @@ def test_resumed_and_exported(model: str, configs: Path, tmp_path: Path) -> None
     assert train(tmp_path / "parts", config, *options)[-5:] == whole[-5:]
     for arguments in (("export",), ("predict", "data/sample/test")):
         name = arguments[0]
-        done = fork_train(name, f"{tmp_path}/parts", *arguments[1:], f"{tmp_path}/{name}", program="recsys")
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_recsys(name, f"{tmp_path}/parts", *arguments[1:], f"{tmp_path}/{name}")
     command = [f"{tmp_path}/export/score.py", "predict", f"{ROOT}/data/sample/test", f"{tmp_path}/scores.parquet"]
     subprocess.run([sys.executable, *command], check=True, capture_output=True, timeout=120)
     ours, theirs = pq.read_table(tmp_path / "scores.parquet"), pq.read_table(tmp_path / "predict")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import ROOT, fork_train
+from launch import ROOT, must_train
 from retrieval import write_retrieval
 
 from recsys.config import ModelConfig, load_config
@@ -62,8 +62,7 @@ def own_config(folder: Path) -> Path:
 def test_items_go_by_what_the_model_needs_not_by_a_key_of_that_name(tmp_path: Path) -> None:
     config = own_config(tmp_path)
     settings = f"run.dir={tmp_path / 'run'}", "train.max_steps=2", "data.valid=null"
-    done = fork_train(str(config), *settings, cwd=Path(__file__).parent)
-    assert done.returncode == 0, done.stderr[-3000:]
+    must_train(str(config), *settings, cwd=Path(__file__).parent)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]["test"].keys() >= {"recall@5"}
 
 

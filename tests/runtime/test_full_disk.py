@@ -1,7 +1,6 @@
 """A disk that others fill, or a run directory that goes, ends a run with one sentence; what was whole stays whole."""
 
 import errno
-import json
 import logging
 import os
 import re
@@ -17,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from launch import fork_train
+from launch import fork_train, records_of
 from small_checkpoints import checkpoints, names, state, tensors
 
 from recsys.checkpoint import Tensors, verify_checkpoint
@@ -237,8 +236,7 @@ def test_a_disk_that_others_fill_ends_all_ranks_with_a_sentence(disk: Path) -> N
     (disk / "filler").unlink()
     done = fork_train(CONFIG, *options, "run.resume=true", "train.max_steps=45", nproc=2)
     assert done.returncode == 0 and "resumed at step 40" in done.stdout, done.stderr[-3000:]
-    lines = [json.loads(line) for line in (disk / "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 46))
+    assert [line["step"] for line in records_of(disk / "run")] == list(range(1, 46))
 
 
 def test_a_run_directory_that_is_removed_ends_the_run(tmp_path: Path) -> None:

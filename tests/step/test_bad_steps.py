@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import ROOT, fork_train
+from launch import ROOT, fork_train, must_train, records_of
 
 from recsys.config import load_config
 from recsys.errors import UserError
@@ -56,9 +56,8 @@ def test_poisoned_batches_are_skipped(check: bool, tmp_path: Path) -> None:
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert (result["steps"], result["bad_steps"], result["rows_seen"]) == (12, 3, 3000 - 3 * 256)
     assert result["data"]["epochs"] == [{"expected": 3000, "seen": 3000 - 3 * 256, "bad": 0, "skipped": 3 * 256}]
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
-    norms = {line["step"]: line["gradient_norm"] for line in lines if line["kind"] == "train"}
+    losses = {line["step"]: line["loss"] for line in records_of(tmp_path / "run")}
+    norms = {line["step"]: line["gradient_norm"] for line in records_of(tmp_path / "run")}
     assert [step for step, norm in norms.items() if norm is None] == [step for step in (1, 3, 6) if check]
     if check:
         assert [step for step, loss in losses.items() if loss is None] == [1, 3, 6]
@@ -166,8 +165,7 @@ def test_steps_read_later_train_the_same(tmp_path: Path) -> None:
     found = []
     for check in CHECKS:
         run_dir = tmp_path / str(check)
-        done = fork_train(CONFIG, f"run.dir={run_dir}", f"train.check_every_step={check}", *options, nproc=2)
-        assert done.returncode == 0, done.stderr[-3000:]
+        must_train(CONFIG, f"run.dir={run_dir}", f"train.check_every_step={check}", *options, nproc=2)
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         found.append([[line.get(name) for name in ("step", "loss", "auc", "gradient_norm")] for line in lines])
     assert found[0] == found[1] and len(found[0]) > 8

@@ -47,7 +47,7 @@ def train(run_dir: Path, *options: str, nproc: int, before: Any = None) -> Any:
 
 
 def tensors(run_dir: Path) -> dict[str, torch.Tensor]:
-    found = load_tables(next((run_dir / "checkpoints").glob("step-*")), "")
+    found = load_tables(run_dir, "")
     return {name: value for name, value in found.items() if not name.startswith(("rng/", "ids/"))}
 
 

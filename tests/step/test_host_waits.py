@@ -13,7 +13,7 @@ import pytest
 import torch
 import torchgen
 from gpu_order import step_as_gpus
-from launch import fork_train, losses_of
+from launch import losses_of, must_train
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchgen.gen import ParsedYaml, parse_native_yaml
@@ -137,8 +137,7 @@ def test_the_host_waits_once_a_step_and_every_operator_is_there(name: str, tmp_p
     nproc, options = RUNS[name]
     short = ("train.max_steps=14", "data.valid=null", "data.test=null", "data.prefetch_batches=2")
     options = [*short, "run.num_threads=1", "train.log_every_steps=1", *options]
-    done = fork_train(CONFIG, f"run.dir={tmp_path}", *options, nproc=nproc, before=count_waits)
-    assert done.returncode == 0, done.stderr[-3000:]
+    must_train(CONFIG, f"run.dir={tmp_path}", *options, nproc=nproc, before=count_waits)
     for rank in range(nproc):
         waits, operators = json.loads((tmp_path / f"waits-{rank}").read_text())
         assert len(operators) > 40 and not [each for each in operators if not on_cuda(each)]
@@ -146,7 +145,7 @@ def test_the_host_waits_once_a_step_and_every_operator_is_there(name: str, tmp_p
         expected = {} if name == "read later" else {" ".join(THE_ONE): 1}
         assert {place: count for place, count in waits.items() if place not in allowed} == expected
     if name == "much":
-        done = fork_train(CONFIG, f"run.dir={tmp_path}/on_cpu", *options, nproc=nproc)
+        must_train(CONFIG, f"run.dir={tmp_path}/on_cpu", *options, nproc=nproc)
         assert losses_of(tmp_path) == losses_of(tmp_path / "on_cpu")
 
 

@@ -1,13 +1,12 @@
 """The learning rates fall where the metric of early stopping stands still, in a resumed run as in one that went on."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launch import fork_train
+from launch import must_train, records_of
 
 from recsys.checkpoint import Marker
 
@@ -22,14 +21,12 @@ PLATEAU = "optimizer.schedule={name: plateau, plateau_factor: 0.25, plateau_pati
 
 
 def train(run_dir: Path, *options: str) -> list[float]:
-    done = fork_train(CONFIG, f"run.dir={run_dir}", *OPTIONS, "train.max_steps=16", *options)
-    assert done.returncode == 0, done.stderr[-3000:]
+    must_train(CONFIG, f"run.dir={run_dir}", *OPTIONS, "train.max_steps=16", *options)
     return lines(run_dir, "train")
 
 
 def lines(run_dir: Path, kind: str, key: str = "loss") -> list[Any]:
-    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [record[key] for record in records if record["kind"] == kind]
+    return [record[key] for record in records_of(run_dir, kind)]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import evaluate, fork_train, losses_of
+from launch import evaluate, fork_train, losses_of, must_train
 
 from recsys.config.choices import RowCode
 from recsys.tables.row_codes import quantize_rows
@@ -25,13 +25,8 @@ QUANTIZED = tuple(f"tables.{table}.quantize={code.name}" for table, code in CODE
 
 def train(run_dir: Path, *overrides: str, nproc: int = 1) -> list[float]:
     """Train and return the loss of each step."""
-    done = fork_train("configs/dlrm_sample.yaml", f"run.dir={run_dir}", *SETTINGS, *overrides, nproc=nproc)
-    assert done.returncode == 0, done.stderr[-3000:]
+    must_train("configs/dlrm_sample.yaml", f"run.dir={run_dir}", *SETTINGS, *overrides, nproc=nproc)
     return losses_of(run_dir)
-
-
-def tables(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_tables(max((run_dir / "checkpoints").glob("step-*")))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +40,7 @@ def test_the_model_reads_codes_and_gradients_pass_through(tmp_path: Path) -> Non
     # The same step from weights that were quantised before: what is read is the same, and so is what is learned.
     frozen = ("train.max_steps=1", "optimizer.tables.learning_rate=0")
     train(tmp_path / "initial", *frozen)
-    initial = tables(tmp_path / "initial")
+    initial = load_tables(tmp_path / "initial")
     given = []
     for table, code in CODES.items():
         rounded = quantize_rows(initial[table], code)
@@ -56,7 +51,7 @@ def test_the_model_reads_codes_and_gradients_pass_through(tmp_path: Path) -> Non
     losses = train(tmp_path / "coded", "train.max_steps=1", *QUANTIZED)
     torch.testing.assert_close(losses, plain, rtol=0, atol=1e-6)
     assert abs(losses[0] - train(tmp_path / "other", *frozen)[0]) > 1e-5, "the codes make a difference"
-    after, of_rounded = tables(tmp_path / "coded"), tables(tmp_path / "plain")
+    after, of_rounded = load_tables(tmp_path / "coded"), load_tables(tmp_path / "plain")
     for table, code in CODES.items():
         step = of_rounded[table] - quantize_rows(initial[table], code)
         assert step.abs().max() > 1e-4

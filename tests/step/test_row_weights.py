@@ -48,9 +48,7 @@ def learned(run_dir: Path, *arguments: Any, **options: Any) -> tuple[list[float]
     """The losses of the steps, and what the last checkpoint holds of tables and dense part."""
     done = train(run_dir, *arguments, **options)
     assert done.returncode == 0, done.stderr[-3000:]
-    (checkpoint,) = (run_dir / "checkpoints").glob("step-*")
-    saved = load_tables(checkpoint, "")
-    found = {name: value for name, value in saved.items() if name.startswith(("tables/", "dense/"))}
+    found = {name: value for name, value in load_tables(run_dir, "").items() if name.startswith(("tables/", "dense/"))}
     return losses_of(run_dir), found
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import fork_train
+from launch import losses_of, must_train
 
 from recsys.config import Device
 from recsys.runtime.world import open_world
@@ -83,11 +83,8 @@ def train(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return the losses of all steps, and all that is saved at the end."""
     run_dir = config.parent / run
-    done = fork_train(str(config), f"run.dir={run_dir}", nproc=nproc, before=before)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    found = load_tables(next((run_dir / "checkpoints").glob("step-*")), "")
-    return [line["loss"] for line in lines if "loss" in line], found
+    must_train(str(config), f"run.dir={run_dir}", nproc=nproc, before=before)
+    return losses_of(run_dir), load_tables(run_dir, "")
 
 
 # Of each kind of data: how many batches of 20 go in one message, and how many show that there are lists.

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import load_tables
-from launch import fork_train, losses_of
+from launch import fork_train, losses_of, must_train
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from recsys.config import Config, DataType, Device, Pooling, ShardingChoice, TableOptimizerConfig, load_config
@@ -206,8 +206,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def trained(folder: Path, world_size: int, options: Sequence[str]) -> tuple[list[float], dict[str, torch.Tensor]]:
     run_dir = folder / f"run-{world_size}"
-    done = fork_train(str(write(folder)), f"run.dir={run_dir}", "run.overwrite=true", *options, nproc=world_size)
-    assert done.returncode == 0, done.stderr[-3000:]
+    must_train(str(write(folder)), f"run.dir={run_dir}", "run.overwrite=true", *options, nproc=world_size)
     result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
     assert result["world_size"] == world_size
     for rank in range(world_size):
@@ -346,8 +345,7 @@ def test_vectors_of_single_ids_from_all_tables(folder: Path, tmp_path: Path) -> 
     losses = []
     for nproc in (1, 2):
         run_dir = tmp_path / str(nproc)
-        done = fork_train(str(config), f"run.dir={run_dir}", "tables.shared.sharding_type=row_wise", nproc=nproc)
-        assert done.returncode == 0, done.stderr[-3000:]
+        must_train(str(config), f"run.dir={run_dir}", "tables.shared.sharding_type=row_wise", nproc=nproc)
         losses.append(losses_of(run_dir))
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-3)
 

@@ -22,10 +22,6 @@ SETTINGS = (
 MORE_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("table_wise", "data_parallel")]
 
 
-def tables(run: Path) -> dict[str, torch.Tensor]:
-    return load_tables(max((run / "checkpoints").glob("step-*")))
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("sparse") / "run"
@@ -56,10 +52,10 @@ def test_the_plan_does_not_matter(kind: str, run: Path, tmp_path: Path) -> None:
     split = [f"tables.{table}.sharding_type={kind}" for table in ("user", "item")]
     run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={tmp_path}/two", *SETTINGS, *split, nproc=2)
     torch.testing.assert_close(losses_of(tmp_path / "two"), losses_of(run), rtol=0, atol=1e-5)
-    here, there = tables(run)["user"], tables(tmp_path / "two")["user"]
+    here, there = load_tables(run)["user"], load_tables(tmp_path / "two")["user"]
     zeros = [(table == 0).all(1) for table in (here, there)]
     assert 20 < zeros[0].sum() < 700 and (zeros[0] != zeros[1]).sum() <= 1
-    assert ((tables(run)["item"] == 0).sum(1) % 8 > 0).any(), "elements by themselves"
+    assert ((load_tables(run)["item"] == 0).sum(1) % 8 > 0).any(), "elements by themselves"
 
 
 def test_rows_of_0_are_pruned_without_loss(run: Path, tmp_path: Path) -> None:
@@ -67,8 +63,8 @@ def test_rows_of_0_are_pruned_without_loss(run: Path, tmp_path: Path) -> None:
     run_recsys("compress", str(run), f"{tmp_path}/small", *options)
     found = json.loads((tmp_path / "small" / "compression.json").read_text())["stages"]
     assert found[1]["metrics"]["auc"] >= found[0]["metrics"]["auc"] - 1e-7
-    kept = tables(tmp_path / "small")["user"]
-    assert len(kept) <= (tables(run)["user"] != 0).any(1).sum() + 2
+    kept = load_tables(tmp_path / "small")["user"]
+    assert len(kept) <= (load_tables(run)["user"] != 0).any(1).sum() + 2
     assert not (kept[1:-1] == 0).all(1).any() and (kept[-1] == 0).all()
 
 

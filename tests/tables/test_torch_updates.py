@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import fork_train, losses_of
+from launch import losses_of, must_train
 
 from recsys.config import load_config
 from recsys.memory.levers import LEVERS
@@ -29,8 +29,7 @@ PLAN = ("tables.user.sharding_type=row_wise", "tables.item.sharding_type=column_
 
 
 def train(run_dir: Path, nproc: int, *options: str) -> None:
-    done = fork_train(CONFIG, f"run.dir={run_dir}", *OPTIONS, "train.max_steps=20", *options, nproc=nproc)
-    assert done.returncode == 0, done.stderr[-3000:]
+    must_train(CONFIG, f"run.dir={run_dir}", *OPTIONS, "train.max_steps=20", *options, nproc=nproc)
 
 
 @pytest.fixture(scope="module")
