@@ -269,7 +269,7 @@ def mixed(optimizer: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", ["adam", "ftrl"])
 def test_what_fbgemm_lacks_is_trained_in_torch(optimizer: str, world_size: int, folder: Path) -> None:
-    """On every plan as on plain tensors, beside a table of FBGEMM's and lists looked up id by id; then resumed."""
+    """On every plan as on plain tensors, beside a table of FBGEMM's and lists looked up id by id."""
     options = (*mixed(optimizer), *ATTENTION, "tables.category.optimizer={name: sgd, learning_rate: 0.3}")
     losses, tables = trained(folder, world_size, options)
     expected, expected_tables = reference(folder, *options)

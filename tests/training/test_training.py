@@ -224,6 +224,7 @@ def test_evaluations_fall_on_the_ends_of_epochs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_short_runs_end_in_order(tmp_path: Path) -> None:
-    for number in range(100):
+def test_many_short_runs_end_in_order(tmp_path: Path) -> None:
+    """As torchrun starts them; hundreds of others end in the rest of the tests."""
+    for number in range(20):
         train(tmp_path / str(number), "train.max_steps=2", nproc=2, launch=run_train)
