@@ -31,6 +31,7 @@ from recsys.tables.updates import table_tensors
 from recsys.training.evaluation import evaluate_dataset, evaluator_of, metrics_of
 
 _MARGIN = 1.645 * 2**0.5  # standard errors: 95 % of the differences between two data sets lie below
+_ROWS_AT_ONCE = 1 << 16  # of a table, that are computed with in FP32
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,9 @@ class Trials:
         for name, weights in self._weights.items():
             squares = torch.zeros(weights.size()[0])
             for (_, (row, _)), shard in zip(local_shards(weights), self._trained[name], strict=True):
-                squares[row : row + len(shard)] += shard.float().square().sum(1).cpu()
+                for block in shard.split(_ROWS_AT_ONCE):
+                    squares[row : row + len(block)] += block.float().square().sum(1).cpu()
+                    row += len(block)
             lengths[name] = (self.world.sum(squares) if hasattr(weights, "local_shards") else squares).sqrt().numpy()
         return lengths
 
@@ -277,8 +280,10 @@ class Trials:
         weights = self._weights[table]
         vector = torch.zeros(weights.size()[1])
         for (_, (row, column)), shard in zip(local_shards(weights), self._trained[table], strict=True):
-            part = pruning.weights[row : row + len(shard)].to(shard.device) @ shard.float()
-            vector[column : column + shard.shape[1]] += part.cpu()
+            for block in shard.split(_ROWS_AT_ONCE):
+                part = pruning.weights[row : row + len(block)].to(block.device) @ block.float()
+                vector[column : column + block.shape[1]] += part.cpu()
+                row += len(block)
         return self.world.sum(vector) if hasattr(weights, "local_shards") else vector
 
     def _copied(self, table: str, shard: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from recsys.ids import KeptRows
 from recsys.report.record import open_record
 from recsys.serving.accepted import accepted_moves
 from recsys.serving.compress import _quantize
-from recsys.serving.trials import Compression, Loss
+from recsys.serving.trials import Compression, Loss, Pruning, Trials
 from recsys.tables.row_codes import row_bytes
 
 # A list with weights of its own to be averaged, a vocabulary, several rows an id, and rows by number.
@@ -271,3 +271,15 @@ def test_changes_after_one_that_is_refused_are_tried(bad: Sequence[int]) -> None
     moves = [(f"t{i}", RowCode.INT8) for i in range(100)]
     assert accepted_moves(moves, is_accepted) == [move for i, move in enumerate(moves) if i not in bad]
     assert len(asked) <= 7 + len(bad) * 12 if len(bad) < 100 else len(asked) == 7 + 99
+
+
+def test_rows_are_computed_with_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables may be as large as memory, and in FP32 those of half precision would be twice that."""
+    monkeypatch.setattr("recsys.serving.trials._ROWS_AT_ONCE", 7)
+    trials: Any = object.__new__(Trials)
+    trials._weights = {"item": torch.randn(40, 4).half()}
+    trials._trained = {"item": [trials._weights["item"].clone()]}
+    rows = trials._weights["item"].float()
+    np.testing.assert_allclose(trials.norms["item"], rows.norm(dim=1), rtol=1e-6)
+    pruning = Pruning(torch.zeros(40, dtype=torch.bool), torch.rand(40), 1)
+    torch.testing.assert_close(trials.shared_vector("item", pruning), pruning.weights @ rows)
