@@ -156,6 +156,8 @@ def test_sizes() -> None:
     for wrong in ("GiB", "-1GiB", "3 apples", True, None, 0):
         with pytest.raises(UserError, match="must be a size above 0"):
             num_bytes("key", wrong)
+    with pytest.raises(UserError, match=r"'memory\.budget' must be a size above 0"):
+        load_config(ROOT / "configs/dlrm_sample.yaml", ["memory.budget=0"])
 
 
 def test_a_run_and_its_dry_run_have_one_plan(tmp_path: Path) -> None:

@@ -363,9 +363,3 @@ def test_a_run_that_nothing_fits_says_so(tmp_path: Path) -> None:
     options = ("tables.user.num_embeddings=4000000", *LARGE, *SHORT, "memory.budget=600MiB", "memory.fit=true")
     told = run_recsys("train", CONFIG, f"run.dir={tmp_path}", *options, status=1)
     assert "config key 'memory.fit'" in told and "are missing" in told
-
-
-@pytest.mark.parametrize("budget", ["much", "0", "-1GiB", "true"])
-def test_a_budget_is_a_size(budget: str) -> None:
-    with pytest.raises(Exception, match=r"'memory\.budget' must be a size above 0"):
-        load_config(CONFIG, [f"memory.budget={budget}"])
