@@ -4,10 +4,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from parquet_files import open_columns
 
 from recsys.config import NullPolicy
 from recsys.data.facts import Facts, RowCounter, measure
-from recsys.data.parquet import open_dataset
 from recsys.data.spec import IdColumn
 from recsys.ids import HashMapping, IdentityMapping, VocabularyMapping
 
@@ -32,7 +32,7 @@ def counted(folder, column, mapping, null, world_size, is_mapped=True):
     table = pa.table({"x": pa.array(column)})
     pq.write_table(table[:23], folder / "a.parquet", row_group_size=6)
     pq.write_table(table[23:], folder / "b.parquet", row_group_size=3)
-    dataset, ranks = open_dataset("data.train", str(folder), {"x": "key"}, max_rows=31), []
+    dataset, ranks = open_columns(folder, "x", max_rows=31), []
     for rank in range(world_size):
         # A stand-in maps until there is a vocabulary, as in `Inputs`.
         counter = RowCounter(IdColumn("x", "x", mapping if is_mapped else HashMapping(10, 0), null), is_mapped)

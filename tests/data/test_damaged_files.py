@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+from parquet_files import open_columns
 
 from recsys.data.dataset import Dataset, ReadOptions
 from recsys.data.decode import SegmentReader
-from recsys.data.parquet import open_dataset, read_column, read_head
+from recsys.data.parquet import read_column, read_head
 from recsys.data.storage import BadDataError
 from recsys.data.thrift import read_fields
 from recsys.errors import UserError
@@ -27,10 +28,6 @@ USERS = pa.table({"user": list(range(100)), "name": [f"n{i % 7}" for i in range(
 def write(path: Path, table: pa.Table | dict = USERS, **options) -> Path:
     pq.write_table(pa.table(table), path, **{"write_page_checksum": True, "row_group_size": 50, **options})
     return path
-
-
-def open_columns(path: Path, *columns: str, **options) -> Dataset:
-    return open_dataset("data.train", str(path), dict.fromkeys(columns or ("user",), "key"), **options)
 
 
 def read_all(dataset: Dataset) -> pa.Table:

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from parquet_files import open_columns
 from rows import IDENTITY, OPTIONS
 
 from recsys.data.batch import Batch
@@ -78,7 +79,7 @@ def both(folder: Path, seed: int, num_rows: int, **options: Any) -> tuple[Path, 
 
 
 def opened(folder: Path, filter: str | None = None, **options: Any) -> Dataset:
-    return open_dataset("data.train", str(folder), dict.fromkeys(NAMES, "key"), filter=filter, **options)
+    return open_columns(folder, *NAMES, filter=filter, **options)
 
 
 WRITERS = {
@@ -126,7 +127,7 @@ def test_filters_by_fields(text: str, tmp_path: Path) -> None:
 def test_statistics_of_a_field_leave_row_groups_out(tmp_path: Path) -> None:
     rows = [{"when": {"day": number // 50}} for number in range(200)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=50)
-    dataset = open_dataset("data.train", str(tmp_path), {"when.day": "key"}, filter="when.day == 2")
+    dataset = open_columns(tmp_path, "when.day", filter="when.day == 2")
     assert dataset.row_groups.index.tolist() == [2] and dataset.num_rows == 50
 
 
@@ -171,7 +172,7 @@ def test_only_the_field_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return table
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", spy)
-    dataset = open_dataset("data.train", str(tmp_path), {"device.build": "key", "items.id": "key"})
+    dataset = open_columns(tmp_path, "device.build", "items.id")
     SegmentReader(dataset).row_group(0)
     item = pa.list_(pa.struct({"id": pa.int64()}))
     assert read == {"device": pa.struct({"build": pa.int32()}), "items": item}
@@ -183,7 +184,7 @@ def test_a_column_of_the_same_name_goes_before_a_field(tmp_path: Path) -> None:
     pq.write_table(pa.table({"device": struct, "device.os": ["out", None]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"x.y": [3, 4], "device": struct}), tmp_path / "b.parquet")
     names = ["device.os", "device.a.b", "device.a.c.d"]
-    dataset = open_dataset("data.train", str(tmp_path), dict.fromkeys(names, "key"), filter="device.a.b == 7")
+    dataset = open_columns(tmp_path, *names, filter="device.a.b == 7")
     assert read_column(dataset, "device.os").to_pylist() == ["out", None, "in", "in"]
     assert read_column(dataset, "device.a.b").to_pylist() == [7] * 4
     assert read_column(dataset, "device.a.c.d").to_pylist() == [9] * 4
@@ -193,7 +194,7 @@ def test_structs_may_have_other_fields_and_types_in_each_file(tmp_path: Path) ->
     for name, kind in {"a": {"x": pa.int8(), "n": pa.int8()}, "b": {"n": pa.int64()}}.items():
         device = pa.array([{"n": 5}, None], pa.struct(kind))
         pq.write_table(pa.table({"device": device}), tmp_path / f"{name}.parquet")
-    dataset = open_dataset("data.train", str(tmp_path), {"device.n": "key"})
+    dataset = open_columns(tmp_path, "device.n")
     assert read_column(dataset, "device.n").equals(pa.array([5, None, 5, None]))
     with pytest.raises(UserError, match=r"b.parquet' has no column 'device.x'.* \(it has: device.n\)"):
         open_dataset("data.train", str(tmp_path), {"device.x": "config key 'features.x'"})
@@ -211,4 +212,4 @@ def test_one_of_two_structs_of_a_name_is_not_chosen(tmp_path: Path) -> None:
     columns = [pa.array([{"os": number}]) for number in (1, 2)]
     pq.write_table(pa.Table.from_arrays(columns, ["device", "device"]), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="has 2 columns 'device', and may have one"):
-        open_dataset("data.train", str(tmp_path), {"device.os": "key"})
+        open_columns(tmp_path, "device.os")

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from parquet_files import open_columns
 
 from recsys.data.conditions import Bounds
 from recsys.data.filters import parse_filter
@@ -47,7 +48,7 @@ def test_texts_however_they_are_held(dtype: pa.DataType) -> None:
 def test_names_of_columns_are_taken_as_they_are_written(tmp_path: Path, name: str) -> None:
     """Python reads these names as others, with which they look alike."""
     pq.write_table(pa.table({"row": [0, 1], name: [1, 2]}), tmp_path / "a.parquet")
-    dataset = open_dataset("data.train", str(tmp_path), {"row": "key"}, filter=f"row < 2 and\n {name} > 1")
+    dataset = open_columns(tmp_path, "row", filter=f"row < 2 and\n {name} > 1")
     assert read_column(dataset, "row").to_pylist() == [1]
 
 

@@ -9,11 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conversion import refusal
+from parquet_files import open_columns, write
 
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.filters import parse_filter
-from recsys.data.parquet import open_dataset, read_column, read_head
+from recsys.data.parquet import read_column, read_head
 
 NAN = float("nan")
 DAYS = [dt.date(2026, 11, 1) + dt.timedelta(days=i) for i in range(6)]
@@ -112,14 +113,8 @@ CASES = [
 ]
 
 
-def write(path: Path, table: pa.Table | dict, row_group_rows: int = 1000, **options) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(table), path, row_group_size=row_group_rows, write_page_checksum=True, **options)
-    return path
-
-
 def open_filtered(path: Path, text: str | None, *columns: str, **options) -> Dataset:
-    return open_dataset("data.train", str(path), dict.fromkeys(columns or ("row",), "key"), filter=text, **options)
+    return open_columns(path, *columns or ("row",), filter=text, **options)
 
 
 def rows(dataset: Dataset) -> list[int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from parquet_files import open_columns
 
 from recsys.data import footers
 from recsys.data.dataset import Dataset, ReadOptions
@@ -173,7 +174,7 @@ def test_arrow_parses_one_footer_of_each_schema(tmp_path, monkeypatch):
     assert found.num_bytes.tolist() == [4 * (2 * rows[i] + elements[i]) for i in kept]
     pq.write_table(pa.table({"l": [[1], []]}), tmp_path / "5.parquet")
     parsed.clear()
-    assert open_dataset("data.train", str(tmp_path / "5.parquet"), {"l": "key"}).num_rows == 2 and len(parsed) == 1
+    assert open_columns(tmp_path / "5.parquet", "l").num_rows == 2 and len(parsed) == 1
     pq.write_table(pa.table({"x": [1], "l": [[1]], "more": [1]}), tmp_path / "5.parquet")
     assert open_dataset("data.train", str(tmp_path), wanted).num_rows == 1079
 
@@ -187,7 +188,7 @@ def test_changed_files_are_named(work, tmp_path):
     assert again.fingerprint != first.fingerprint
     assert changed_files(kept, again) == f" ('{tmp_path}/b.parquet' was rewritten)"
     shutil.copytree(tmp_path, tmp_path / "moved", ignore=lambda *_: ["run", "other", "moved", "c.parquet"])
-    moved = open_dataset("data.train", str(tmp_path / "moved"), {"x": "key"})
+    moved = open_columns(tmp_path / "moved", "x")
     where = f"they lie in '{tmp_path}/moved', and lay in '{tmp_path}'; "
     assert changed_files(kept, moved) == f" ({where}'c.parquet' is gone; 'b.parquet' is another there)"
     shutil.rmtree(tmp_path / "moved")
@@ -195,7 +196,7 @@ def test_changed_files_are_named(work, tmp_path):
     write(tmp_path / "a.parquet", [1, 2])
     said = changed_files(kept, work.open(filter=None, cache="third"))
     assert "d.parquet' is new; " in said and "a.parquet' has 2 rows, and had 6; " in said
-    cut = open_dataset("data.train", str(tmp_path), {"x": "key"}, max_rows=2)
+    cut = open_columns(tmp_path, "x", max_rows=2)
     assert "gone" not in changed_files(kept, cut, all_rows=False)
 
 
@@ -205,7 +206,7 @@ def test_files_without_a_change_are_not_named_where_some_of_their_rows_are_left_
     changed = changed_files(tmp_path / "run/cache", work.open(filter="x == 2", cache="other"))
     assert changed == f" ('{tmp_path}/b.parquet' was rewritten)"
     work.open(filter=None)
-    cut = open_dataset("data.train", str(tmp_path), {"x": "key"}, max_rows=3)
+    cut = open_columns(tmp_path, "x", max_rows=3)
     assert changed_files(tmp_path / "run/cache", cut, all_rows=False) == ""
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from parquet_files import open_columns
 from rows import SPEC, STARTS, Row, build, numbers, read, rows, write
 
 from recsys.data.loader import Loader
 from recsys.data.order import Position
-from recsys.data.parquet import open_dataset
 from recsys.data.window import Columns
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
@@ -187,5 +187,5 @@ def test_a_rank_without_rows_takes_as_many_steps(tmp_path):
 
 def test_max_rows(tmp_path):
     write(tmp_path, [[10], [10]])
-    dataset = open_dataset("data.train", str(tmp_path), dict.fromkeys(SPEC.columns(), "key"), max_rows=13)
+    dataset = open_columns(tmp_path, *SPEC.columns(), max_rows=13)
     assert sorted(n for batch in read(dataset, 8) for n in numbers(batch)) == list(range(13))

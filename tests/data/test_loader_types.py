@@ -4,9 +4,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from parquet_files import open_columns
 
 from recsys.data.loader import Loader, LoaderOptions
-from recsys.data.parquet import open_dataset
 from recsys.data.spec import BatchSpec, IdColumn
 from recsys.ids import HashMapping, IdentityMapping
 
@@ -32,7 +32,7 @@ def test_files_of_different_but_fitting_types(tmp_path):
     histories = [pa.array([[1], []], pa.list_(pa.int32())), pa.array([[2], None]), pa.array([[], []])]
     for f, (column, history) in enumerate(zip(columns, histories, strict=True)):
         pq.write_table(pa.table({"id": column, "history": history}), tmp_path / f"{f}.parquet")
-    dataset = open_dataset("data.train", str(tmp_path), {"id": "key", "history": "key"})
+    dataset = open_columns(tmp_path, "id", "history")
     mapping = HashMapping(1000, 0)
     x, y, z = mapping.rows(pa.array(["x", "y", "z"])).tolist()
     spec = BatchSpec([IdColumn("id", "id", mapping), IdColumn("history", "history", IdentityMapping(10))], [])

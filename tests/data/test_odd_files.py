@@ -9,11 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 import pytest
+from parquet_files import open_columns
 
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.footers import footer_of
-from recsys.data.parquet import open_dataset, read_column, read_head
+from recsys.data.parquet import read_column, read_head
 from recsys.data.storage import BadDataError
 from recsys.data.thrift import schema_end
 from recsys.datasets.logs import LogFiles
@@ -54,10 +55,6 @@ OPTIONS = {
 }
 
 
-def open_all(path: Path, *columns: str, **options) -> Dataset:
-    return open_dataset("data.train", str(path), dict.fromkeys(columns, "key"), **options)
-
-
 def read_all(dataset: Dataset) -> pa.Table:
     return pa.concat_tables(SegmentReader(dataset).tables(), promote_options="permissive")
 
@@ -66,7 +63,7 @@ def read_all(dataset: Dataset) -> pa.Table:
 def test_ways_of_writing(tmp_path, options):
     file = tmp_path / "a.parquet"
     pq.write_table(TABLE, file, **{"row_group_size": 200, **OPTIONS[options]})
-    dataset = open_all(file, *TABLE.column_names)
+    dataset = open_columns(file, *TABLE.column_names)
     assert read_all(dataset).to_pydict() == TABLE.to_pydict()
     assert dataset.schema.field("when").type == pa.timestamp("us")
     assert read_head(dataset, 10).to_pydict() == TABLE.slice(0, min(10, dataset.row_groups.num_rows[0])).to_pydict()
@@ -76,7 +73,7 @@ def test_ways_of_writing(tmp_path, options):
         + sum(max(1, len(tags or [])) for column in ("tags", "seen") for tags in TABLE[column].to_pylist())
     )
     assert dataset.row_groups.num_bytes.sum() == 4 * values
-    filtered = open_all(file, "user", filter="name == 'item-3' and price >= 10 or when < '2026-11-02'")
+    filtered = open_columns(file, "user", filter="name == 'item-3' and price >= 10 or when < '2026-11-02'")
     rows = TABLE.to_pylist()
     assert read_column(filtered, "user").to_pylist() == [
         row["user"]
@@ -94,15 +91,15 @@ def test_times_of_int96_are_those_that_were_written(tmp_path: Path) -> None:
         {"row": range(5), "until": until, "plan": pa.StructArray.from_arrays([until], ["until"]), "all": lists}
     )
     pq.write_table(table, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
-    assert read_all(open_all(tmp_path, *table.column_names)).to_pydict() == table.to_pydict()
-    assert read_head(open_all(tmp_path, "plan.until"), 5)["plan.until"].to_pylist() == times
+    assert read_all(open_columns(tmp_path, *table.column_names)).to_pydict() == table.to_pydict()
+    assert read_head(open_columns(tmp_path, "plan.until"), 5)["plan.until"].to_pylist() == times
     (log,) = LogFiles("INPUT", [tmp_path])
     assert log.read(table.column_names).to_pydict() == table.to_pydict()
     assert score.opened(str(tmp_path / "a.parquet")).read().to_pydict() == table.to_pydict()
     for text, rows in (("until > '2500-01-01'", [0, 4]), ("plan.until < '1600-01-01'", [1]), ("until is None", [3])):
-        assert read_column(open_all(tmp_path, "row", filter=text), "row").to_pylist() == rows
+        assert read_column(open_columns(tmp_path, "row", filter=text), "row").to_pylist() == rows
     pq.write_table(table, tmp_path / "b.parquet")  # another writer, or an option of the same
-    assert read_column(open_all(tmp_path, "until"), "until").to_pylist() == 2 * times
+    assert read_column(open_columns(tmp_path, "until"), "until").to_pylist() == 2 * times
 
 
 @pytest.mark.parametrize("log", ["_delta_log", ".hoodie", "_spark_metadata"])
@@ -114,7 +111,7 @@ def test_a_table_whose_folder_keeps_earlier_versions_is_told_of(
     pq.write_table(TABLE, tmp_path / "day=1" / "a.parquet")
     for path in (tmp_path, tmp_path / "day=1", tmp_path / "*" / "a.parquet", tmp_path / "day=1" / "a.parquet"):
         caplog.clear()
-        assert open_all(path, "user").num_rows == ROWS
+        assert open_columns(path, "user").num_rows == ROWS
         told = f"'{tmp_path}' is a {'Delta' if log == '_delta_log' else 'Hudi'} table" in caplog.text
         assert told == (path == tmp_path and log != "_spark_metadata")
 
@@ -125,12 +122,12 @@ def test_columns_without_values_and_row_groups_without_rows(tmp_path):
         for rows in (table, table.slice(0, 0), table):
             writer.write_table(rows)
     pq.write_table(table.slice(0, 0), tmp_path / "b.parquet")
-    dataset = open_all(tmp_path, *table.column_names)
+    dataset = open_columns(tmp_path, *table.column_names)
     assert read_all(dataset).to_pydict() == pa.concat_tables([table, table]).to_pydict()
     assert dataset.row_groups.index.tolist() == [0, 2] and dataset.num_files == 1
     assert dataset.row_groups.num_bytes.tolist() == [4 * 16] * 2
     with pytest.raises(UserError, match="hold no rows"):
-        open_all(tmp_path / "b.parquet", "user")
+        open_columns(tmp_path / "b.parquet", "user")
 
 
 def test_columns_beside_those_that_are_wanted(tmp_path):
@@ -154,13 +151,13 @@ def test_columns_beside_those_that_are_wanted(tmp_path):
         ["tags.list.element", "ARROW:schema"],
         ["deep", "map"],
     ):
-        dataset = open_all(tmp_path, *names)
+        dataset = open_columns(tmp_path, *names)
         assert read_all(dataset).to_pydict() == {name: whole[name].to_pylist() for name in names}
         assert read_head(dataset, 1).to_pydict() == {name: whole[name].to_pylist()[:1] for name in names}
-    assert open_all(tmp_path, "tags").row_groups.num_bytes.tolist() == [4 * (3 + 2)]
-    assert open_all(tmp_path, "user", "user.id").row_groups.num_bytes.tolist() == [4 * 4]
+    assert open_columns(tmp_path, "tags").row_groups.num_bytes.tolist() == [4 * (3 + 2)]
+    assert open_columns(tmp_path, "user", "user.id").row_groups.num_bytes.tolist() == [4 * 4]
     with pytest.raises(UserError, match="has 2 columns 'twice', and may have one"):
-        open_all(tmp_path, "twice")
+        open_columns(tmp_path, "twice")
 
 
 def test_names_of_all_kinds(tmp_path):
@@ -181,9 +178,9 @@ def test_names_of_all_kinds(tmp_path):
     ]
     table = pa.table({name: [[i], [i, i]] if i % 2 else [i, i] for i, name in enumerate(names)})
     pq.write_table(table, tmp_path / "a.parquet")
-    assert read_all(open_all(tmp_path, *names)).to_pydict() == table.to_pydict()
+    assert read_all(open_columns(tmp_path, *names)).to_pydict() == table.to_pydict()
     text = " and ".join(f"col({name!r}) is not None" for name in names)
-    assert open_all(tmp_path, names[0], filter=text).num_rows == 2
+    assert open_columns(tmp_path, names[0], filter=text).num_rows == 2
 
 
 def test_types_of_all_kinds(tmp_path):
@@ -207,12 +204,12 @@ def test_types_of_all_kinds(tmp_path):
     }
     table = pa.table(columns)
     pq.write_table(table, tmp_path / "a.parquet", write_page_checksum=True)
-    dataset = open_all(tmp_path, *columns)
+    dataset = open_columns(tmp_path, *columns)
     found = read_all(dataset)
     for name in columns:
         held = {"duration": [1, 2], "uuid": [b"0" * 16, b"1" * 16]}.get(name, table[name].to_pylist())
         assert found[name].to_pylist() == held, name
-    assert read_column(open_all(tmp_path, "category"), "category").to_pylist() == [7, 8]
+    assert read_column(open_columns(tmp_path, "category"), "category").to_pylist() == [7, 8]
     # Two rows of 12 columns, and of 4 with lists: their lengths and 3 + 2 + 2 + 4 elements, where an empty list is one.
     assert dataset.row_groups.num_bytes.tolist() == [4 * (2 * 12 + 2 * 4 + 3 + 2 + 2 + 4)]
 
@@ -230,7 +227,7 @@ def test_a_repeated_field_without_a_group_is_a_list(tmp_path):
     data = content[: -8 - len(footer)]
     file.write_bytes(data + schema + rest + (len(schema) + len(rest)).to_bytes(4, "little") + b"PAR1")
     assert "repeated int32 field_id=-1 x" in str(pq.read_metadata(file).schema)
-    dataset = open_all(file, "x")
+    dataset = open_columns(file, "x")
     assert read_all(dataset)["x"].to_pylist() == [[1, 2], [], [3]]
     assert dataset.row_groups.num_bytes.tolist() == [4 * (3 + 4)]  # lengths, and a value of the empty list too
 
@@ -265,13 +262,13 @@ def test_encrypted_files(tmp_path, plaintext_footer):
         writer.write_table(table)
     if not plaintext_footer:
         with pytest.raises(BadDataError, match=r"'.*a.parquet' is not a readable Parquet file \(it is encrypted\)"):
-            open_all(file, "open")
+            open_columns(file, "open")
         return
     for column in ("user", "name"):
         with pytest.raises(BadDataError, match=f"column '{column}' of row group 0 of '{file}' cannot be read"):
-            read_all(open_all(file, "open", column))
+            read_all(open_columns(file, "open", column))
     with pytest.raises(BadDataError, match=r"does not describe column 'tags\.list\.element' once"):
-        open_all(file, "tags")
+        open_columns(file, "tags")
     with pytest.raises(BadDataError, match="does not describe column 'name' once"):
-        open_all(file, "open", filter="name == 'a'")
-    assert read_all(open_all(file, "open"))["open"].to_pylist() == [3, 4]
+        open_columns(file, "open", filter="name == 'a'")
+    assert read_all(open_columns(file, "open"))["open"].to_pylist() == [3, 4]

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conversion import refusal
+from parquet_files import open_columns, write
 
 from recsys.data import decode, group_footers
 from recsys.data.dataset import Dataset, ReadOptions
@@ -18,13 +19,6 @@ from recsys.data.decode import SegmentReader
 from recsys.data.parquet import open_dataset, read_column, read_head
 
 USER = {"user": "config key 'features.user'"}
-
-
-def write(path: Path, table: pa.Table | dict | None = None, row_group_rows: int = 1000) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = {"user": [1, 2, 3]} if table is None else table
-    pq.write_table(pa.table(data), path, row_group_size=row_group_rows, write_page_checksum=True)
-    return path
 
 
 def open_users(*paths: Path, max_rows: int | None = None) -> Dataset:
@@ -69,7 +63,7 @@ def test_bytes_are_those_of_a_window_with_the_columns_read(tmp_path):
     pq.write_table(pa.table(table), tmp_path / "a.parquet", row_group_size=1000)
 
     def num_bytes(*columns: str) -> int:
-        dataset = open_dataset("data.train", str(tmp_path), dict.fromkeys(columns, "key"), filter="unused >= 0")
+        dataset = open_columns(tmp_path, *columns, filter="unused >= 0")
         return int(dataset.row_groups.num_bytes[0])
 
     assert num_bytes("user") == num_bytes("name") == 4000
@@ -254,7 +248,7 @@ def test_read_head_of_a_damaged_file(tmp_path):
 
 def test_read_head_stops_early(tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", {"user": list(range(1000)), "name": [str(i % 7) for i in range(1000)]})
-    dataset = open_dataset("data.train", str(tmp_path), {"user": "k", "name": "k"}, filter="name == '3'")
+    dataset = open_columns(tmp_path, "user", "name", filter="name == '3'")
     assert read_head(dataset, 3).to_pydict() == {"user": [3, 10, 17], "name": ["3", "3", "3"]}
     whole = [i for i in range(1000) if i % 7 == 3]
     assert read_head(dataset, 10_000).column("user").to_pylist() == whole

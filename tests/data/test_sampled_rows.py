@@ -2,9 +2,10 @@
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from parquet_files import open_columns
 
 from recsys.data.decode import SegmentReader
-from recsys.data.parquet import open_dataset, read_head
+from recsys.data.parquet import read_head
 
 
 def test_a_sample_is_the_same_rows_wherever_the_files_lie(tmp_path):
@@ -15,7 +16,7 @@ def test_a_sample_is_the_same_rows_wherever_the_files_lie(tmp_path):
         )
 
     def rows(folder, text):
-        dataset = open_dataset("data.train", str(folder), {"x": "key"}, filter=text)
+        dataset = open_columns(folder, "x", filter=text)
         groups = [table["x"].to_pylist() for table in SegmentReader(dataset).tables()]
         assert list(map(len, groups)) == dataset.row_groups.num_rows.tolist()
         assert read_head(dataset, 50)["x"].to_pylist() == groups[0][:50]

@@ -8,21 +8,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs as fs
-import pyarrow.parquet as pq
 import pytest
 from conversion import refusal
+from parquet_files import open_columns, write
 
 from recsys.data import storage
 from recsys.data.decode import SegmentReader
 from recsys.data.parquet import open_dataset, read_column
 from recsys.data.sources import find_files
 from recsys.data.storage import BadDataError, Storage, partition_keys, partition_type
-
-
-def write(path: Path, table: dict | None = None) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(table or {"user": [1, 2, 3]}), path, write_page_checksum=True)
-    return path
 
 
 def find(paths, folder: Path, key: str = "data.train") -> list[str]:
@@ -148,7 +142,7 @@ def test_file_uri_is_a_local_path(tmp_path):
     file = write(tmp_path / "my logs" / "day=1" / "a.parquet")
     for uri in (f"file://{tmp_path}/my logs", (tmp_path / "my logs").as_uri(), f"file://localhost{file}"):
         assert find_files("data.train", uri).names == (str(file),)
-    assert open_dataset("data.train", (tmp_path / "my logs").as_uri(), {"user": "k", "day": "k"}).num_rows == 3
+    assert open_columns((tmp_path / "my logs").as_uri(), "user", "day").num_rows == 3
     assert "file:///logs" in refusal(lambda: find_files("data.train", "file://logs"))
 
 
@@ -275,7 +269,7 @@ def test_remote_files_are_read_like_local_ones(tmp_path, remote):
 def test_remote_reads_are_retried_with_growing_waits(tmp_path, remote):
     write(tmp_path / "bucket" / "a.parquet")
     remote.failures.update(get_file_info=2, open_input_file=3)
-    dataset = open_dataset("data.train", "s3://bucket", {"user": "key"})
+    dataset = open_columns("s3://bucket", "user")
     assert remote.waits == [0.1, 0.2, 0.1, 0.2, 0.4]
     remote.waits.clear()
     remote.failures["open_input_file"] = 1
@@ -288,7 +282,7 @@ def test_remote_reads_fail_in_the_end(tmp_path, remote):
     remote.failures["get_file_info"] = 4
     message = refusal(lambda: find_files("data.train", "s3://bucket", retries=3))
     assert "'s3://bucket' cannot be listed (connection reset by peer)" in message
-    dataset = open_dataset("data.train", "s3://bucket", {"user": "key"})
+    dataset = open_columns("s3://bucket", "user")
     remote.failures["open_input_file"] = 100
     with pytest.raises(BadDataError, match=r"'s3://bucket/a.parquet' cannot be read \(connection") as caught:
         read_column(dataset, "user")
@@ -302,7 +296,7 @@ def test_remote_reads_fail_in_the_end(tmp_path, remote):
 
 def test_local_reads_are_not_retried(tmp_path, monkeypatch):
     file = write(tmp_path / "a.parquet")
-    dataset = open_dataset("data.train", str(file), {"user": "key"})
+    dataset = open_columns(file, "user")
     file.write_bytes(bytes(len(file.read_bytes())))
     waits: list[float] = []
     monkeypatch.setattr(storage.time, "sleep", waits.append)
@@ -346,7 +340,7 @@ def test_partition_types_are_those_of_pyarrow(tmp_path, values):
         write(tmp_path / f"key={folder}" / f"{i}.parquet")
     expected = ds.dataset(str(tmp_path), partitioning="hive").schema.field("key").type
     assert partition_type(values) == expected
-    dataset = open_dataset("data.train", str(tmp_path), {"key": "k"})
+    dataset = open_columns(tmp_path, "key")
     theirs = ds.dataset(str(tmp_path), partitioning="hive").to_table(columns=["key"])["key"].to_pylist()
     assert dataset.schema.field("key").type == expected
     assert sorted(read_column(dataset, "key").to_pylist(), key=str) == sorted(theirs, key=str)
@@ -355,7 +349,7 @@ def test_partition_types_are_those_of_pyarrow(tmp_path, values):
 def test_partition_keys_are_columns_where_the_file_has_none(tmp_path):
     write(tmp_path / "day=5" / "country=de" / "a.parquet", {"user": [1, 2]})
     write(tmp_path / "day=6" / "country=__HIVE_DEFAULT_PARTITION__" / "a.parquet", {"user": [3], "day": [60]})
-    dataset = open_dataset("data.train", str(tmp_path), dict.fromkeys(("country", "user", "day"), "key"))
+    dataset = open_columns(tmp_path, "country", "user", "day")
     assert dataset.schema == pa.schema([("country", pa.string()), ("user", pa.int64()), ("day", pa.int64())])
     tables = list(SegmentReader(dataset).tables())
     assert tables[0].to_pydict() == {"country": ["de", "de"], "user": [1, 2], "day": [5, 5]}
@@ -364,7 +358,7 @@ def test_partition_keys_are_columns_where_the_file_has_none(tmp_path):
     assert pa.types.is_dictionary(tables[0].schema.field("country").type)
     # Of each row 4 bytes for each of the three columns.
     assert dataset.row_groups.num_bytes.tolist() == [24, 12]
-    only_keys = open_dataset("data.train", str(tmp_path / "day=5"), {"country": "key"})
+    only_keys = open_columns(tmp_path / "day=5", "country")
     assert read_column(only_keys, "country").to_pylist() == ["de", "de"]
 
 
@@ -380,19 +374,17 @@ def test_partitions_that_do_not_match_are_not_opened(tmp_path):
         write(tmp_path / f"day=2026-11-{day:02}" / "a.parquet", {"user": [day, day]})
     for day in range(2, 8):  # no footer could be read
         (tmp_path / f"day=2026-11-{day:02}" / "a.parquet").write_bytes(b"broken")
-    dataset = open_dataset("data.train", str(tmp_path), {"user": "key"}, filter="day >= '2026-11-08'")
+    dataset = open_columns(tmp_path, "user", filter="day >= '2026-11-08'")
     assert read_column(dataset, "user").to_pylist() == [8, 8]
     assert np.all(dataset.row_groups.num_rows == 2) and dataset.schema.names == ["user"]
-    dataset = open_dataset(
-        "data.train", str(tmp_path), {"user": "key"}, filter="not ('2026-11-02' <= day < '2026-11-08')"
-    )
+    dataset = open_columns(tmp_path, "user", filter="not ('2026-11-02' <= day < '2026-11-08')")
     assert read_column(dataset, "user").to_pylist() == [1, 1, 8, 8]
     # The first file tells which columns are keys, but its rows need not be wanted either.
     write(tmp_path / "day=2026-11-01" / "a.parquet", {"other": [1]})
     for first in ("day=2026-10-31", "day=2026-10-30"):
-        last = open_dataset("data.train", str(tmp_path), {"user": "key"}, filter="day >= '2026-11-08'")
+        last = open_columns(tmp_path, "user", filter="day >= '2026-11-08'")
         assert read_column(last, "user").to_pylist() == [8, 8]
         (tmp_path / first).mkdir()
         (tmp_path / first / "a.parquet").write_bytes(b"broken")
-    message = refusal(lambda: open_dataset("data.train", str(tmp_path), {"user": "key"}, filter="day == '2027-01-01'"))
+    message = refusal(lambda: open_columns(tmp_path, "user", filter="day == '2027-01-01'"))
     assert "that can match 'day == '2027-01-01'' (data.filter) by their path hold no rows" in message

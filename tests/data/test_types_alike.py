@@ -7,12 +7,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import fork_train
+from launch import fork_train, must_train
+from parquet_files import open_columns
 
 from recsys.config import Config, Device, load_config
 from recsys.data.footer_cache import kept_schema
 from recsys.data.inputs import open_inputs
-from recsys.data.parquet import open_dataset, read_column
+from recsys.data.parquet import read_column
 from recsys.errors import UserError
 from recsys.runtime.world import open_world
 
@@ -98,15 +99,13 @@ def test_tables_are_not_taken_for_ids_of_another_kind(tmp_path: Path) -> None:
     write(tmp_path / "valid", ["1"])
     config_of(tmp_path)
     config, first = str(tmp_path / "c.yaml"), tmp_path / "first"
-    done = fork_train(config, f"run.dir={first}")
-    assert done.returncode == 0, done.stderr
+    must_train(config, f"run.dir={first}")
     write(tmp_path / "texts", ["1"], user=pa.string())
     options = (f"data.train={tmp_path}/texts", "data.valid=null", f"train.init_from={first}")
     done = fork_train(config, *options, f"run.dir={tmp_path}/second")
     assert done.returncode != 0 and "config key 'tables.user': its ids are string in column 'user' of " in done.stderr
     assert "which train.init_from takes; write both with one type" in done.stderr
-    done = fork_train(config, *options, f"run.dir={tmp_path}/third", "train.init.tables=none")
-    assert done.returncode == 0, done.stderr
+    must_train(config, *options, f"run.dir={tmp_path}/third", "train.init.tables=none")
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -122,11 +121,11 @@ def test_integers_of_one_file_go_with_decimals_of_another(
         of_file = of_file if column is values[1] else of_file.cast(integer)
         lists = pa.ListArray.from_arrays(range(len(column) + 1), of_file)
         pq.write_table(pa.table({"number": of_file, "list": lists}), tmp_path / f"{name}.parquet")
-    dataset = open_dataset("data.train", str(tmp_path), {"number": "key", "list": "key"})
+    dataset = open_columns(tmp_path, "number", "list")
     expected = [*values[not is_first], *values[is_first]]
     assert read_column(dataset, "number").to_pylist() == expected
     assert read_column(dataset, "list").to_pylist() == [[value] for value in expected]
-    above = open_dataset("data.train", str(tmp_path), {"number": "key"}, filter="number > 1")
+    above = open_columns(tmp_path, "number", filter="number > 1")
     assert read_column(above, "number").to_pylist() == [values[0][1]]
 
 
@@ -139,7 +138,7 @@ def test_decimals_beside_floats_become_the_nearest_floats(scale: int, tmp_path: 
     files = pa.table({"number": numbers, "list": lists}), pa.table({"number": [0.5], "list": [[0.5, None]]})
     for name, table in zip("ab", files, strict=True):
         pq.write_table(table, tmp_path / f"{name}.parquet")
-    dataset = open_dataset("data.train", str(tmp_path), {"number": "key", "list": "key"})
+    dataset = open_columns(tmp_path, "number", "list")
     floats = [number if number is None else float(number) for number in of_file]
     assert read_column(dataset, "number").to_pylist() == [*floats, 0.5]
     expected = [floats[:2], None, *([number] for number in floats[2:]), [0.5, None]]

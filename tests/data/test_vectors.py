@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conversion import refusal
+from parquet_files import open_columns
 from rows import OPTIONS
 
 from recsys.data.convert import convert_floats
 from recsys.data.dataset import Dataset
 from recsys.data.loader import Loader
-from recsys.data.parquet import open_dataset
 from recsys.data.spec import BatchSpec, FloatColumn, IdColumn, Transform
 from recsys.ids import IdentityMapping
 
@@ -86,7 +86,7 @@ def dataset(folder: Path) -> Dataset:
     fixed = pa.FixedSizeListArray.from_arrays(pa.array(flat), 3)
     columns = {"row": numbers, "v": fixed, "x": numbers * 2.0, "pair": [[i, 1.0] for i in numbers.tolist()]}
     pq.write_table(pa.table(columns), folder / "rows.parquet", row_group_size=7)
-    return open_dataset("data.train", str(folder / "rows.parquet"), dict.fromkeys(columns, "key"))
+    return open_columns(folder / "rows.parquet", *columns)
 
 
 @pytest.mark.parametrize("batch_size", [8, 30, ROWS + 9])
