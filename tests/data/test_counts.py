@@ -5,6 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from parquet_files import open_columns
+from thread_ranks import on_ranks
 
 from recsys.config import NullPolicy
 from recsys.data.facts import Facts, RowCounter, measure
@@ -15,29 +16,19 @@ IDS = [None if n % 5 == 4 else n % 7 for n in range(40)]
 HISTORIES = [[n % 7] * (n % 5) + [None] * (n % 2) for n in range(40)]
 
 
-class Rank:
-    """Stands in for `World`, of a rank that has no part in any collective."""
-
-    def __init__(self, rank, world_size):
-        self.rank, self.world_size = rank, world_size
-
-    def agree(self, action):
-        return action()
-
-    def gather(self, value):
-        return [value]
-
-
 def counted(folder, column, mapping, null, world_size, is_mapped=True):
     table = pa.table({"x": pa.array(column)})
     pq.write_table(table[:23], folder / "a.parquet", row_group_size=6)
     pq.write_table(table[23:], folder / "b.parquet", row_group_size=3)
-    dataset, ranks = open_columns(folder, "x", max_rows=31), []
-    for rank in range(world_size):
+    dataset = open_columns(folder, "x", max_rows=31)
+
+    def of_rank(world):
         # A stand-in maps until there is a vocabulary, as in `Inputs`.
         counter = RowCounter(IdColumn("x", "x", mapping if is_mapped else HashMapping(10, 0), null), is_mapped)
-        measure(dataset, {}, [], Rank(rank, world_size), counter)
-        ranks.append(counter.counts(IdColumn("x", "x", mapping, null), 10)[0])
+        measure(dataset, {}, [], world, counter)
+        return counter.counts(IdColumn("x", "x", mapping, null), 10)[0]
+
+    ranks = on_ranks(world_size, of_rank)
     assert {counts.dtype for counts in ranks} == {np.dtype(np.int64)}
     return np.sum(ranks, axis=0).tolist()
 

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from thread_ranks import ALONE, on_ranks
 
 from recsys.data.convert import convert_floats
 from recsys.data.decode import SegmentReader
@@ -24,28 +25,14 @@ RANDOM = np.random.default_rng(18)
 MINUTE = RANDOM.permutation(np.arange(60) % 60)  # seconds, whose deviation is 17.318
 
 
-class Ranks:
-    """Stands in for `World`: passes over the data as each of some ranks, one after another."""
-
-    def __init__(self, world_size):
-        self.rank, self.world_size, self.results = 0, world_size, []
-
-    def agree(self, action):
-        for rank in range(self.world_size):
-            self.rank = rank
-            self.results.append(action())
-        return self.results[0]
-
-    def gather(self, value):
-        assert value is self.results[0][1]
-        return [summaries for _, summaries in self.results]
-
-
 def figures(folder, column, ranks=1, transform=None, dim=None):
     if not list(folder.glob("*.parquet")):
         pq.write_table(pa.table({"x": column}), folder / "rows.parquet", row_group_size=7)
     dataset = open_dataset("data.train", str(folder), {"x": "features.x"})
-    return measure(dataset, {}, [FloatColumn("x", "x", transform=transform, dim=dim)], Ranks(ranks)).floats["x"]
+    part = FloatColumn("x", "x", transform=transform, dim=dim)
+    facts, *others = on_ranks(ranks, lambda world: measure(dataset, {}, [part], world).floats["x"])
+    assert all(other == facts for other in others)
+    return facts
 
 
 COLUMNS = {
@@ -153,7 +140,7 @@ def test_a_number_without_logarithm_is_in_no_mean(tmp_path, value):
     part = FloatColumn("x", "x", finite=False, transform=Transform(log1p=True))
     pq.write_table(pa.table({"x": [1.0, value]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="log1p takes numbers above -1"):
-        measure(open_dataset("data.train", str(tmp_path), {"x": "x"}), {}, [part], Ranks(1))
+        measure(open_dataset("data.train", str(tmp_path), {"x": "x"}), {}, [part], ALONE)
 
 
 @pytest.mark.parametrize("value", [1e308, math.inf, math.nan])
@@ -176,20 +163,8 @@ def test_one_row_group_is_held_while_the_next_is_decoded(tmp_path, monkeypatch):
     monkeypatch.setattr(SegmentReader, "read", watched)
     request = VocabularyRequest(("x",), min_count=1, max_size=99)
     dataset = open_dataset("data.train", str(tmp_path), {"x": "features.x"})
-    measure(dataset, {"item": request}, [FloatColumn("x", "x")], Alone())
+    measure(dataset, {"item": request}, [FloatColumn("x", "x")], ALONE)
     assert len(given) == 9
-
-
-class Alone:
-    """Stands in for the `World` of one rank."""
-
-    rank, world_size = 0, 1
-
-    def agree(self, action):
-        return action()
-
-    def gather(self, value):
-        return [value]
 
 
 class OneOfSeveral:

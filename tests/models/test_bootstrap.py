@@ -1,11 +1,11 @@
 """Grouped AUC against a loop over pairs; intervals by bootstrap, which neither order nor ranks change."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from thread_ranks import on_ranks
 
 from recsys.models.bootstrap import Bootstrap
 from recsys.models.label_metrics import auc, grouped_auc
@@ -50,25 +50,6 @@ def test_grouped_auc_by_hand() -> None:
     assert math.isnan(grouped_auc(groups, np.ones(6), scores, np.ones(6)))
 
 
-class Ranks:
-    """Worlds whose ranks compute one after the other, twice: at first each gathers its own value alone."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size, self.rank, self.values, self.complete = world_size, 0, list[Any](), False
-
-    def gather(self, value: Any) -> list[Any]:
-        if not self.complete:
-            self.values.append(value)
-        return list(self.values)
-
-    def run(self, compute: Callable[[Any], Any]) -> Any:
-        results = []
-        for number in range(2 * self.world_size):
-            self.complete, self.rank = number >= self.world_size, number % self.world_size
-            results.append(compute(self))
-        return results[-1]
-
-
 def test_intervals_of_a_mean_are_those_of_its_standard_error() -> None:
     generator = np.random.default_rng(0)
     values = generator.normal(3, 2, 1000)
@@ -77,10 +58,11 @@ def test_intervals_of_a_mean_are_those_of_its_standard_error() -> None:
 
     def of(values: np.ndarray, units: np.ndarray, world_size: int) -> list[float]:
         bootstrap = Bootstrap(500, seed=1)
-        found = Ranks(world_size).run(
-            lambda world: bootstrap.intervals(world, units, ["mean"], lambda drawn: [np.average(values, weights=drawn)])
-        )
-        return found["mean"]
+
+        def compute(world: Any) -> dict[str, list[float]]:
+            return bootstrap.intervals(world, units, ["mean"], lambda drawn: [np.average(values, weights=drawn)])
+
+        return on_ranks(world_size, compute)[-1]["mean"]
 
     low, high = of(values, units, 1)
     error = values.std() / 1000**0.5
@@ -97,7 +79,7 @@ def test_intervals_of_a_mean_are_those_of_its_standard_error() -> None:
 def test_ranks_without_draws_and_metrics_without_intervals(world_size: int, names: list[str]) -> None:
     """Coverage alone has no intervals, and of one draw two ranks have none."""
     bootstrap, units = Bootstrap(1, seed=1), np.arange(9, dtype=np.uint64)
-    found = Ranks(world_size).run(
-        lambda world: bootstrap.intervals(world, units, names, lambda drawn: [drawn.sum()] * len(names))
+    *_, found = on_ranks(
+        world_size, lambda world: bootstrap.intervals(world, units, names, lambda drawn: [drawn.sum()] * len(names))
     )
     assert list(found) == names and all(low == high > 0 for low, high in found.values())

@@ -1,9 +1,7 @@
 """Metrics against plain loops over rows, pairs and users, on one rank and on several."""
 
 import math
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from thread_ranks import on_ranks
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.config import Device, LabelConfig
@@ -40,33 +39,9 @@ log_loss, normalized_entropy, calibration = map(of_binary, ("log_loss", "normali
 LABELS = {"label": LabelConfig()}
 
 
-class Rank:
-    """Stands for a World: ranks are threads, and wait for each other."""
-
-    def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
-        self.rank, self.world_size = rank, len(values)
-        self._barrier, self._values = barrier, values
-
-    def gather(self, value: Any) -> list[Any]:
-        self._values[self.rank] = value
-        self._barrier.wait()
-        found = list(self._values)
-        self._barrier.wait()
-        return found
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.gather(tensor)).sum(0)
-
-    def exchange(self, values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        return torch.cat([of_rank[self.rank] for of_rank in self.gather(values.split(sizes))])
-
-
 def over_ranks(evaluators: list[Any]) -> dict[str, float]:
     """Compute on every rank; all must agree."""
-    barrier, values = threading.Barrier(len(evaluators), timeout=60), [None] * len(evaluators)
-    with ThreadPoolExecutor(len(evaluators)) as threads:
-        futures = [threads.submit(each.compute, Rank(rank, barrier, values)) for rank, each in enumerate(evaluators)]
-        results = [future.result() for future in futures]
+    results = on_ranks(len(evaluators), lambda world: evaluators[world.rank].compute(world))
     for result in results:
         assert result == pytest.approx(results[0], nan_ok=True)
     return results[0]
