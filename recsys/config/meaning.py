@@ -25,7 +25,8 @@ FREE = (
     # where a run writes, what it runs on, and what is predicted and measured of it
     *("run.*", "memory.*", "topology.*", "debug"),
     # which files, since they are compared by their footers; how they are read
-    *("data.train", "data.valid", "data.test", "data.items", "data.filter.*", "data.num_threads", "data.processes"),
+    *("data.train", "data.valid", "data.test", "data.items", "data.filter.*", "data.num_threads"),
+    *("data.processes", "data.optional_columns"),
     *("data.prefetch_batches", "data.verify_checksums", "data.retries", "data.max_bad_*", "data.drop_last"),
     "data.candidates_column",
     # how fast and in what micro-batches training goes on, what is saved of it, and types of numbers that are not saved

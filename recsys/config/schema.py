@@ -99,6 +99,8 @@ class DataConfig:
     # Put together ahead of training, by a thread; 0: in the training thread. Default: 4 with a GPU, else 0.
     prefetch_batches: int | None = bounded(None, 0, 2**20)
     max_rows: int | None = bounded(None, 1)  # use only the first rows of each dataset
+    # Columns that some files may lack, as those of days before a column was added, and which are null there: [channel].
+    optional_columns: list[str] = field(default_factory=list)
     # Rows of train, valid and test to use: "day >= '2026-11-01'"; or {train: …, items: …}, each its own. result.json
     # has it as it was read, so that "day >= '${oc.env:DAY}'" tells of which day, and no secret belongs in it.
     filter: Any = None

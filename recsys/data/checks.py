@@ -13,7 +13,7 @@ from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.parquet import read_head
 from recsys.data.spec import BatchSpec, FloatColumn
-from recsys.data.storage import BadDataError
+from recsys.data.storage import BadDataError, partition_keys
 from recsys.data.wanted import column_of, role_features
 from recsys.errors import UserError
 from recsys.ids import is_text
@@ -135,7 +135,7 @@ def doubts(config: Config, datasets: Mapping[str, Dataset], spec: BatchSpec) -> 
     """
     train = datasets["train"]
     of_features = doubtful_lists(config, train.schema) + labels_as_features(config, spec.labels)
-    of_files = copied_files(train) + trained_files(datasets)
+    of_files = copied_files(train) + trained_files(datasets) + absent_columns(train)
     return of_features + of_files + large_numbers(train, spec) + constant_labels(train, spec)
 
 
@@ -215,6 +215,18 @@ def copied_files(train: Dataset) -> list[str]:
     return [
         f"config key '{train.key}': '{path}' is a copy of '{other}'{more}, whose rows are trained as often as they are "
         f"there; if they should not be, move them elsewhere"
+    ]
+
+
+def absent_columns(train: Dataset) -> list[str]:
+    """Return sentences on columns that may be missing in some files of data.train, and are so in all."""
+    there = {name for number in np.unique(train.file_layouts).tolist() for name in train.layouts[number].names}
+    there |= {key for path in train.row_groups.paths for key in partition_keys(path)}
+    return [
+        f"config key 'data.optional_columns': no file of {train.key} has column '{column}', so that it is null in "
+        f"every row; mend its name, if it is misspelt"
+        for column in train.options.optional_columns
+        if column in train.columns and column not in there
     ]
 
 

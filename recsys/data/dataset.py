@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
+from recsys.config.schema import DataConfig
 from recsys.data.order import RowGroups
 from recsys.data.storage import Storage, partition_keys
 
@@ -19,6 +20,12 @@ class ReadOptions:
     verify_checksums: bool = True
     retries: int = 3
     max_bad_files: int = 0
+    optional_columns: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, data: DataConfig) -> "ReadOptions":
+        """Return what a config says of it."""
+        return cls(data.verify_checksums, data.retries, data.max_bad_files, tuple(data.optional_columns))
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,7 +53,7 @@ class _Plan:
     """How to read files of one layout.
 
     Attributes:
-        stored: columns to read from the file, and where each is. constant: columns whose value is in the path.
+        stored: columns to read from the file, and where each is. constant: columns whose value is in the path, or null.
         dictionaries: Parquet columns to read as dictionaries.
     """
 
@@ -301,7 +301,7 @@ class SegmentReader:
         return BadDataError(message, group.path, group.index)
 
     def _completed(self, table: pa.Table, group: _Group, plan: _Plan) -> pa.Table:
-        """Cast columns to the types of the dataset, and add those whose value is in the path."""
+        """Cast columns to the types of the dataset, and add those whose value is in the path, or which it lacks."""
         num_rows = table.num_rows if plan.stored else group.stored_rows
         columns = dict(zip(table.column_names, table.columns, strict=True))
         for name, column in columns.items():
@@ -318,7 +318,7 @@ class SegmentReader:
                     group.index,
                 ) from error
         keys = partition_keys(group.path) if plan.constant else {}
-        constant = {name: partition_column(keys[name], self._types[name], num_rows) for name in plan.constant}
+        constant = {name: partition_column(keys.get(name), self._types[name], num_rows) for name in plan.constant}
         return pa.table(columns | constant)
 
 

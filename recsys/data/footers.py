@@ -81,7 +81,8 @@ class FooterParser:
     Args:
         key: config key that names the files.
         columns: column that is needed → config key that asks for it. filtered: the same of the filter's columns.
-        layouts: those that an earlier run found. like: columns of other files, whose types partition keys have.
+        optional: columns that may be missing. layouts: those that an earlier run found.
+        like: columns of other files, whose types partition keys have.
 
     Attributes:
         layouts: schemas of the columns wanted that files have, with plain types (see `plain_type`). The metadata of a
@@ -94,10 +95,11 @@ class FooterParser:
         key: str,
         columns: Mapping[str, str],
         filtered: Mapping[str, str],
+        optional: Sequence[str] = (),
         layouts: Sequence[pa.Schema] = (),
         like: pa.Schema | None = None,
     ) -> None:
-        self.key, self.layouts, self.like = key, list(layouts), like
+        self.key, self.optional, self.layouts, self.like = key, optional, list(layouts), like
         self.wanted = {**filtered, **columns}
         self.columns, self.filtered = columns, filtered
         self._schemas: list[_Schema] = []
@@ -178,12 +180,12 @@ class FooterParser:
     def _check_missing(self, name: str, schema: _Schema) -> None:
         keys = partition_keys(name) if schema.missing else {}
         for column in schema.missing:
-            if column not in keys:
+            if column not in keys and column not in self.optional:
                 have = sorted(dict.fromkeys([*schema.names, *keys]), key=lambda other: not _are_beside(other, column))
                 advice = f"; {BY_DATASET}" if self.wanted[column].startswith(KEY) else ""
                 raise UserError(
                     f"{self.wanted[column]}: file '{name}' has no column '{column}'{nearest(column, have)} "
-                    f"(it has: {_listed(have)}){advice}"
+                    f"(it has: {_listed(have)}); data.optional_columns takes those that only some files have{advice}"
                 )
 
 

@@ -235,7 +235,7 @@ def _read(
     Arguments and errors as of `open_inputs`.
     """
     data = config.data
-    options = ReadOptions(data.verify_checksums, data.retries, data.max_bad_files)
+    options = ReadOptions.of(data)
     if cache is not None and known is not None:
         copy_files(known, cache)
     train = kept_schema(known / "train.footers") if known is not None and "train" not in roles else pa.schema([])

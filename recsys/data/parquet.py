@@ -37,7 +37,8 @@ def open_dataset(
 ) -> Dataset:
     """Find files, read their footers, and count the rows that match the filter.
 
-    A column that a file does not have may be a Hive partition key in its path (…/day=2026-11-01/part-0.parquet).
+    A column that a file does not have may be a Hive partition key in its path (…/day=2026-11-01/part-0.parquet), or is
+    null there if it is one of `options.optional_columns`.
 
     Args:
         key: config key of `paths`, for messages. paths: directory, glob, file, URI, or a list of these: `find_files`.
@@ -54,9 +55,11 @@ def open_dataset(
     options = options or ReadOptions()
     condition = None if filter is None else parse_filter(filter)
     shown = paths if isinstance(paths, str) else ", ".join(paths)
-    cached = CachedFooters() if cache is None else load_footers(cache, list(columns), filter)
     of_filter = dict.fromkeys(sorted(condition.columns()), f"{KEY} (for {key})") if condition else {}
-    parser = FooterParser(key, columns, of_filter, cached.layouts, like)
+    # Footers that were read while others were optional have not been looked at for those that are not any more.
+    read_for = [*columns, *(name for name in options.optional_columns if name in {**columns, **of_filter})]
+    cached = CachedFooters() if cache is None else load_footers(cache, read_for, filter)
+    parser = FooterParser(key, columns, of_filter, options.optional_columns, cached.layouts, like)
     files, footers, dataset = _read(find_files(key, paths, options.retries), parser, condition, options, cached)
     matching, dataset = dataset.stored_rows, replace(dataset, filter=filter)
     if not matching.any():
@@ -66,7 +69,7 @@ def open_dataset(
     facts = dict(zip(file_keys(files), footers, strict=True))
     if cache is not None and (facts != cached.footers or dataset.schema != cached.schema):
         current = CachedFooters(facts, dataset.layouts, dataset.filter_schema, dataset.schema)
-        save_footers(cache, list(columns), filter, current)
+        save_footers(cache, read_for, filter, current)
     if not matching.any():
         raise UserError(f"{KEY}: no row of the Parquet files of '{shown}' ({key}) matches '{filter}'; {BY_DATASET}")
     return narrowed(dataset, matching, max_rows)

@@ -129,13 +129,15 @@ class Files:
         return Files(self.storage, names, self.sizes[numbers], self.times[numbers])
 
     def partition_type(self, column: str, like: pa.Schema | None = None) -> pa.DataType:
-        """Return the type of a column whose values are in the paths: string where it is in `like`, else by its values.
+        """Return the type of a column whose values are in the paths: string where it is in `like`, else by its values,
+        and null where no path has it.
 
         Digits alone are numbers in the paths of one data set, and may be texts among those of another.
         """
         if like is not None and column in like.names and pa.types.is_string(like.field(column).type):
             return pa.string()
-        return partition_type(keys[column] for keys in map(partition_keys, self.names) if column in keys)
+        values = [keys[column] for keys in map(partition_keys, self.names) if column in keys]
+        return partition_type(values) if values else pa.null()
 
 
 def partition_keys(name: str) -> dict[str, str | None]:

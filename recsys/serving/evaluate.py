@@ -157,8 +157,7 @@ def _slices(opened: OpenRun, extras: Extras) -> _Slices:
     if not extras.cold:
         return lambda values: list(map(_name, values))
     config, column = opened.run.config, extras.by or ""
-    options = ReadOptions(config.data.verify_checksums, config.data.retries, config.data.max_bad_files)
-    columns, filter = {column: "--cold"}, row_filter(config, "train")
+    options, columns, filter = ReadOptions.of(config.data), {column: "--cold"}, row_filter(config, "train")
     train = opened.world.from_rank_zero(
         lambda: open_dataset("data.train", config.data.train, columns, config.data.max_rows, filter, options)
     )

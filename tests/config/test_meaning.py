@@ -56,7 +56,7 @@ FREE = {
     ),
     "other data than those trained on": ("data.filter.valid", "data.candidates_column"),
     "how data are read, and what is done with those that cannot be": (
-        "data.processes",
+        *("data.processes", "data.optional_columns"),
         *("data.num_threads", "data.prefetch_batches", "data.verify_checksums", "data.retries", "data.max_bad_files"),
         *("data.max_bad_rows", "data.drop_last"),
     ),

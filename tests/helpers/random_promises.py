@@ -66,6 +66,7 @@ SETTINGS: dict[str, list[Any]] = {
     "data.retries": [0],
     "data.max_bad_rows": [10],
     "data.max_bad_files": [1],
+    "data.optional_columns": [["extra"]],
     "data.seen_column": [None],
     "data.candidates_column": ["candidates"],
     "optimizer.tables": _TABLE_OPTIMIZERS,
@@ -303,6 +304,9 @@ def write(folder: Path, seed: int, nproc: int) -> Path:
     path.write_text(yaml.dump(config, allow_unicode=True))
     if config["data"].get("max_bad_files"):
         (folder / "train" / "part=1" / "bad.parquet").write_bytes(b"no footer")
+    if config["data"].get("optional_columns"):
+        file = folder / "train" / "part=0" / "rows.parquet"
+        pq.write_table(pq.read_table(file, partitioning=None).drop_columns("extra"), file, row_group_size=71)
     return path
 
 
