@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.datasets.logs import LogFiles, id_column, joined, time_values
-from recsys.datasets.retrieval import HISTORY, Log, split_last, split_random, split_time, write_retrieval
+from recsys.datasets.retrieval import HISTORY, Log, split_last, split_random, split_time, write_retrieval, write_users
 from recsys.datasets.tokens import TOKENS_HELP, tokenize
 from recsys.datasets.writer import (
     WHERE_HELP,
@@ -71,7 +71,7 @@ class LogOptions:
 
 
 def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrite: bool = False) -> None:
-    """Write the interactions of Parquet files, globs or folders of them, below ``out`` as `write_retrieval` does.
+    """Write what `write_retrieval` and `write_users` make of a log: Parquet files, globs or folders of them.
 
     Of a user's rows with one item the first counts, unless users are the rows of train; of an existing split, the first
     of the first part. Features are those of the user's, or item's, last row. The columns are held in memory,
@@ -95,6 +95,7 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
     marker = {"kind": "retrieval", "inputs": list(map(str, inputs)), "options": asdict(options)}
     with replacing(out, marker, overwrite) as folder:
         write_retrieval(folder, log, split, last, options.history, options.train_rows, options.neighbours)
+        write_users(folder / "users", log, options.history)
     _tell_repeats(log, split)
 
 

@@ -89,7 +89,7 @@ def _add_logs(commands: argparse._SubParsersAction) -> None:
         interactions.convert_log,
         help="a Parquet log of interactions, for two towers",
         description="A log with a row for each interaction, as train/, valid/, test/ (a user's queries, with what is "
-        "to be found and what was seen) and items/.",
+        "to be found and what was seen), items/ and users/ (all that each user has, to recommend more).",
     )
     _add_converter(
         commands,

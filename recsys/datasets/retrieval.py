@@ -180,6 +180,13 @@ def write_retrieval(
     write_files([log.items], len(log.items), folder / "items", files=2)
 
 
+def write_users(folder: Path, log: Log, most: int = HISTORY) -> None:
+    """Write a row for each user, to recommend to: the last ``most`` of all their items, and all as seen."""
+    every = Timeline(log, np.ones(len(log.user), np.bool_), most)
+    user = np.unique(log.user)
+    write_files(_queries(log, user, None, every, every), len(user), folder, files=2)
+
+
 def _lists_of_users(log: Log, train: Timeline, is_cut: bool, num_neighbours: int) -> pa.Table:
     """One row for each user of two items or more, or with `is_cut` as many as its items fill.
 
@@ -230,21 +237,21 @@ def columns_of(table: pa.Table) -> dict[str, pa.ChunkedArray]:
     return dict(zip(table.column_names, table.columns, strict=True))
 
 
-def _queries(log: Log, users: np.ndarray, held_out: Timeline, seen: Timeline, known: Timeline) -> Iterator[pa.Table]:
-    """One row for each user with something held out; some rows at a time.
+def _queries(
+    log: Log, users: np.ndarray, held_out: Timeline | None, seen: Timeline, known: Timeline
+) -> Iterator[pa.Table]:
+    """One row for each user, with targets where something is held out; some rows at a time.
 
     ``seen`` follows RecBole's full-sort evaluation (``Sampler.get_used_ids``): the items of all earlier splits, so the
     test masks those of valid too.
     """
     for user in _parts(users, known.most):
-        yield pa.table(
-            {
-                **columns_of(log.users.take(pa.array(user))),
-                "history": known.history(user, known.starts(user + 1)),
-                "targets": held_out.lists(held_out.starts(user), held_out.starts(user + 1)),
-                "seen": seen.lists(seen.starts(user), seen.starts(user + 1)),
-            }
-        )
+        columns = columns_of(log.users.take(pa.array(user)))
+        columns["history"] = known.history(user, known.starts(user + 1))
+        for name, timeline in (("targets", held_out), ("seen", seen)):
+            if timeline is not None:
+                columns[name] = timeline.lists(timeline.starts(user), timeline.starts(user + 1))
+        yield pa.table(columns)
 
 
 def write_files(tables: Iterable[pa.Table], num_rows: int, folder: Path, files: int) -> None:

@@ -62,6 +62,10 @@ def test_the_last_are_held_out_by_time(tmp_path: Path) -> None:
     assert read(tmp_path / "out/valid") == [valid] and read(tmp_path / "out/test") == [test]
     items = {row["what"]: row["kind"] for row in read(tmp_path / "out/items")}
     assert items == {"a": ["y", "z"], "b": [], "c": None, "d": ["w"]}
+    users = [("ann", 6, ["a", "b", "c", "d"]), ("bob", 5, ["b", "a"])]
+    assert read(tmp_path / "out/users") == [
+        {"who": who, "age": age, "history": had, "seen": had} for who, age, had in users
+    ]
 
 
 def test_a_random_tenth_is_held_out_of_each_users(tmp_path: Path) -> None:
@@ -230,6 +234,9 @@ def test_lists_of_users_for_sequence_models(tmp_path: Path) -> None:
     ]
     (test,) = read(tmp_path / "out/test")
     assert test["history"] == ["a", "c", "d"] and test["targets"] == ["e"]
+    ann, bob, eve = read(tmp_path / "out/users")
+    assert ann == {"who": "ann", "history": ["c", "d", "e"], "seen": lists["ann"]}
+    assert (bob["seen"], eve["history"]) == (lists["bob"], ["c"])
     assert sorted(row["items"] for row in read(tmp_path / "out/items")) == ["a", "b", "c", "d", "e"]
 
 
