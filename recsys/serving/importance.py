@@ -10,7 +10,6 @@ from recsys.config import Config
 from recsys.data.batch import Batch
 from recsys.data.inputs import Inputs
 from recsys.data.order import Position
-from recsys.models.base import Model
 from recsys.models.dropout import RowDropout
 from recsys.serving.neurons import HiddenLayer
 from recsys.step.micro_batches import Lookup, MicroBatches, StepLoss, task_weights
@@ -61,7 +60,7 @@ def neuron_importances(inputs: Inputs, step: Any, layers: Mapping[str, HiddenLay
 def _passes(inputs: Inputs, step: Any) -> Iterator[tuple[Batch, dict[str, Any], list[torch.Tensor | None]]]:
     """Yield the batches of data.train, the vectors of their ids by feature, and the loss's gradients by the vectors."""
     dense, loader = step.dense, inputs.loader("train")
-    with closing(loader.batches()) as batches, _training(dense.model):
+    with closing(loader.batches()) as batches, _training(dense):
         for _ in range(loader.steps_left(Position(), 1)):
             batch = next(batches).to(inputs.world.device)
             with torch.no_grad():  # so that no gradient reaches a table
@@ -79,13 +78,20 @@ def _passes(inputs: Inputs, step: Any) -> Iterator[tuple[Batch, dict[str, Any], 
 
 
 @contextmanager
-def _training(model: Model) -> Iterator[None]:
-    """Set a model to training mode, for the outputs that its losses take, but without dropout."""
+def _training(dense: Any) -> Iterator[None]:
+    """Set a model to training mode, for the outputs that its losses take, but without dropout, and without FP16.
+
+    There gradients overflow now and then, at which a step of training is left out, and the scale of the loss halved.
+    """
+    model, autocast = dense.model, dense.autocast
+    if autocast is torch.float16:
+        dense.autocast = None
     shares = {module: module.p for module in model.modules() if isinstance(module, RowDropout)}
     for module in shares:
         module.p = 0.0
     model.train()
     yield
     model.eval()
+    dense.autocast = autocast
     for module, share in shares.items():
         module.p = share

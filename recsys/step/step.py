@@ -56,7 +56,8 @@ class DenseHalf(nn.Module):
         sums: a parameter whose gradient is this rank's `Totals.pack`, so that it is summed over the ranks with the
             other gradients, without a message of its own.
         replicated: trains the replicated tables, on their ids and gradients by feature.
-        loss_scale: 1 unless the model computes in FP16. travels_in_fp16: gradients by vectors are, or may be, FP16.
+        autocast: the type that the model computes in; None: that of its weights. loss_scale: 1 unless it is FP16.
+        travels_in_fp16: gradients by vectors are, or may be, FP16.
         l2: by feature, the factor of the penalty on its vectors; see `TableConfig`.
         unpooled: features of which the model reads a vector for each id of a list.
         codes: by feature, the code that its vectors are quantised to. in_int8: linear layers are, outside training.
@@ -76,7 +77,7 @@ class DenseHalf(nn.Module):
         tables = {name: table_of_feature(config, name) for name in id_features(config)}
         self.l2 = {name: table.l2 for name, table in tables.items() if table.l2}
         self.codes, self.in_int8 = quantized_features(config), config.precision.dense_int8
-        self._dtype = AUTOCAST_TYPES.get(config.precision.autocast)
+        self.autocast = AUTOCAST_TYPES.get(config.precision.autocast)
         self.loss_scale = LossScale()
         if config.precision.autocast is Autocast.fp16:
             self.loss_scale = LossScale(config.precision.loss_scale, config.precision.loss_scale_growth_steps)
@@ -270,9 +271,9 @@ class DenseHalf(nn.Module):
     def _outputs(self, lookup: Lookup, part: Part, tensors: list[torch.Tensor], rows: Batch) -> Outputs:
         vectors = lookup.vectors(part, tensors, self._averaged, self.unpooled)
         model: nn.Module = self.model if self._replica is None else self._replica
-        if self._dtype is None:
+        if self.autocast is None:
             return model(vectors, rows.floats)
-        with torch.autocast(rows.floats.device.type, self._dtype):
+        with torch.autocast(rows.floats.device.type, self.autocast):
             outputs = model(vectors, rows.floats)
         return outputs.float() if isinstance(outputs, torch.Tensor) else tuple(output.float() for output in outputs)
 
