@@ -297,10 +297,10 @@ def _kept_row_groups(dataset: Dataset, options: LoaderOptions) -> int:
     """Return how many row groups that are read in parts are worth keeping.
 
     The row group that a stream ends in is the one that the next begins in. It is wanted twice within a few windows only
-    where streams are short; else tables would be kept for an epoch, to save the decoding of two row groups.
+    where streams are no longer than a row group; else tables would be kept for an epoch, to save the decoding of two.
     """
     groups = dataset.row_groups
-    are_short = len(groups) <= options.num_streams
+    are_short = groups.total_rows <= groups.num_rows.max(initial=0) * options.num_streams
     are_small = groups.num_bytes.max(initial=0) * FIRST_WINDOW <= options.window_bytes
     return CACHED_ROW_GROUPS if are_short or are_small else 0
 

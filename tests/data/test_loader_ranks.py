@@ -184,8 +184,8 @@ def test_batches_that_are_kept_stay_as_they_are(dataset):
 
 @pytest.mark.parametrize(
     ("groups", "streams", "window_bytes", "decoded", "alive"),
-    [(5, 8, 1, 8, 2), (8, 5, 1, 12, 0), (8, 5, 1 << 20, 8, 2)],
-    ids=["short streams", "long streams", "small row groups"],
+    [([10] * 5, 8, 1, 8, 2), ([10] * 8, 5, 1, 12, 0), ([10] * 8, 5, 1 << 20, 8, 2), ([90, *[2] * 9], 5, 1, 10, 1)],
+    ids=["short streams", "long streams", "small row groups", "a large row group among small ones"],
 )
 def test_row_groups_are_kept_where_streams_are_short(
     tmp_path, monkeypatch, groups, streams, window_bytes, decoded, alive
@@ -200,7 +200,7 @@ def test_row_groups_are_kept_where_streams_are_short(
         return table
 
     monkeypatch.setattr(SegmentReader, "row_group", row_group)
-    loader = build(write(tmp_path, [[10] * groups]), 2 * streams, num_streams=streams, window_bytes=window_bytes)
+    loader = build(write(tmp_path, [groups]), 2 * streams, num_streams=streams, window_bytes=window_bytes)
     batches = loader.batches()
     next(batches)
     assert sum(table() is not None for table in tables) == alive
