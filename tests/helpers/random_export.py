@@ -18,6 +18,7 @@ _DAY = datetime.date(2026, 11, 1)
 # By name: an Arrow type, and an id of it by number.
 KINDS: dict[str, tuple[pa.DataType, Any]] = {
     "int64": (pa.int64(), lambda i: (-1) ** i * i * 10**15),
+    "ends of int64": (pa.int64(), lambda i: (-(2**63), 2**63 - 1)[i % 2] + (-1) ** (i % 2) * i),
     "int8": (pa.int8(), lambda i: i % 256 - 128),
     "uint64": (pa.uint64(), lambda i: 2**64 - 1 - i),
     "whole floats": (pa.float64(), lambda i: float(i)),

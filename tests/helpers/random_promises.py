@@ -7,12 +7,14 @@ that are refused beside what was drawn before are dropped.
 import copy
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import random_files
 import yaml
 from random_export import KINDS, write_random, write_random_towers
 
@@ -98,7 +100,8 @@ SETTINGS: dict[str, list[Any]] = {
     "run.track": [{"to": ["tensorboard"], "row_norms": True, "item_vectors": True}, {"to": []}],
     "memory": [{"budget": "8GiB"}, {"budget": "8GiB", "fit": True, "allow": ["row_order"]}],
 }
-RARE = ("train.compile", "train.publish", "data.processes", "run.profile_steps")  # they take long
+# By key, the share of runs that settings are drawn for which take long.
+RARE = {"train.compile": 0.04, "train.publish": 0.1, "data.processes": 0.04, "run.profile_steps": 0.04}
 TABLE_SETTINGS: dict[str, list[Any]] = {
     "sharding_type": [*_SPLITS, *_SPLITS, *_MACHINE_SPLITS],
     "compute_kernel": ["fused_uvm", "fused_uvm_caching"],
@@ -201,7 +204,7 @@ def _flat(kind: pa.DataType) -> pa.DataType:
 
 
 def add_columns(folder: Path, config: dict[str, Any], dice: random.Random) -> None:
-    """Give rows what settings may ask for, put some columns into a struct, and write row groups of any size."""
+    """Give rows what settings may ask for, put some columns into a struct, and write files of any kind and number."""
     generator = np.random.default_rng(dice.randrange(2**32))
     features = config["features"].values()
     items = {feature.get("column") for feature in features} & _columns(config["data"].get("items"))
@@ -211,10 +214,18 @@ def add_columns(folder: Path, config: dict[str, Any], dice: random.Random) -> No
         if {"column", "weights"} & feature.keys() and feature.get("nulls") != "refuse" and dice.random() < 0.3
         if feature.get("column") not in items and "weights" not in feature
     ]
+    fillable = [
+        feature.get("column", name)
+        for name, feature in config["features"].items()
+        if ("column" in feature or feature.get("type") == "float") and feature.get("nulls") != "refuse"
+        if feature not in nested and "weights" not in feature and feature.get("column", name) not in items
+    ]
     for part in ("train", "test"):
         rows = pq.read_table(folder / f"{part}.parquet")
         (folder / f"{part}.parquet").unlink()
         count, numbers = len(rows), generator.random(len(rows))
+        if dice.random() < 0.3:  # most rows and ids are there again and again, and some never
+            rows = rows.take(pa.array((count * numbers**3).astype(int)))
         rows = rows.append_column("extra", pa.array(numbers, mask=generator.random(count) < 0.1))
         rows = rows.append_column("row_weight", pa.array(generator.choice([0, 0.5, 1, 3], count)))
         for label in ("", "_like", "_stars", "_buy"):
@@ -226,13 +237,25 @@ def add_columns(folder: Path, config: dict[str, Any], dice: random.Random) -> No
             arrays = [rows[name].combine_chunks() for name in names]
             struct = pa.StructArray.from_arrays(arrays, names, mask=pa.array(generator.random(count) < 0.05))
             rows = rows.drop_columns(names).append_column("context", struct)
-        cut = dice.choice([0, dice.randrange(1, count)])
-        for number, some in enumerate((rows.slice(0, cut), rows.slice(cut))):
-            (folder / part / f"part={number}").mkdir(parents=True)
-            path = folder / part / f"part={number}" / "rows.parquet"
-            pq.write_table(some, path, row_group_size=dice.choice([11, 71, 1000]))
+        _write_files(folder / part, rows, fillable, dice)
     for feature in nested:
         feature["column"] = f"context.{feature['column']}"
+
+
+def _write_files(folder: Path, rows: pa.Table, fillable: list[str], dice: random.Random) -> None:
+    """Write rows as files of any number, some without rows, in two partitions; a column may be null in one of them."""
+    cuts = [dice.randrange(len(rows)) for _ in range(dice.choice([0, 1, 1, 2, 4]))]
+    cuts = sorted([0, *cuts, *(cuts[:1] if dice.random() < 0.3 else []), len(rows)])
+    for number, (start, stop) in enumerate(pairwise(cuts)):
+        some = rows.slice(start, stop - start)
+        if number == 0 and fillable and dice.random() < 0.3:
+            place = rows.column_names.index(column := dice.choice(fillable))
+            some = some.set_column(place, column, pa.nulls(len(some), rows[column].type))
+        size = dice.choice([3, 11, 71, 1000])
+        groups = [min(size, len(some) - first) for first in range(0, len(some), size)]
+        groups = dice.choice([groups, groups, [0, *groups]])
+        part = 1 if stop == len(rows) else number % 2
+        random_files.write(folder / f"part={part}" / f"{number}.parquet", some, groups, dice)
 
 
 def _columns(path: str | None) -> set[str]:
@@ -270,9 +293,11 @@ def base(folder: Path, seed: int, dice: random.Random) -> dict[str, Any]:
         if dice.random() < 0.2:
             config["features"]["part"] = {"table": "part"}
             config["tables"]["part"] = {"num_embeddings": 9, "embedding_dim": 8, "projected_dim": None}
-    config["data"] |= {"train": f"{folder}/train", "test": f"{folder}/test", "num_streams": dice.choice([1, 2, 5, 8])}
+    # Of 150 rows or 300: the last batch may have a single one, or an epoch a single step.
+    size = dice.choice([23, 23, 31, 31, 64, 64, 100, 149, 299, 500])
+    config["data"] |= {"train": f"{folder}/train", "test": f"{folder}/test", "num_streams": dice.choice([1, 2, 8, 23])}
     config["train"] = {
-        **{"global_batch_size": dice.choice([23, 31, 64, 100]), "epochs": dice.choice([1, 2])},
+        **{"global_batch_size": size, "epochs": dice.choice([1, 2])},
         **{"log_every_steps": 1, "checkpoint_every_steps": dice.choice([2, 3, 5]), "keep_checkpoints": 1000},
     }
     every = dice.choice([{}, {"eval_every_steps": 3}, {"eval_every_steps": 4}, {"eval_every_epochs": 1}])
@@ -286,13 +311,15 @@ def write(folder: Path, seed: int, nproc: int) -> Path:
     """Write data and a config that so many ranks can train on CPUs; return the config."""
     dice, path = random.Random(seed), folder / "config.yaml"
     config, loaded = _loaded(path, base(folder, seed, dice), nproc)
-    drawn = [(key.split("."), values, 0.04 if key in RARE else _SHARE) for key, values in SETTINGS.items()]
+    drawn = [(key.split("."), values, RARE.get(key, _SHARE)) for key, values in SETTINGS.items()]
     drawn += [(["model", key], values, 0.3) for key, values in MODEL_SETTINGS[config["model"]["name"]].items()]
     for name, table in config["tables"].items():
         fit = {key: values for key, values in TABLE_SETTINGS.items() if "experts" in table or "experts" not in key}
         drawn += [(["tables", name, *key.split(".")], values, 0.3) for key, values in fit.items()]
     if "items" in config["data"]:
         drawn = [one for one in drawn if one[0] != ["train", "distill"]]  # which such a model has none of
+    if config["train"]["global_batch_size"] >= 100:  # of which data may not have one
+        drawn = [one for one in drawn if one[0] != ["data", "drop_last"]]
     chosen = [(keys, dice.choice(values)) for keys, values, share in drawn if dice.random() < share]
     metrics = loaded.model.metric_names(loaded)
     for place, (keys, value) in enumerate(chosen):

@@ -1,0 +1,132 @@
+"""Writes Parquet as different writers do: encodings, pages and row groups of any kind, and types that mean the same."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+_NOT_WRITTEN = (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError, OSError)
+_ENCODINGS: list[tuple[Callable[[pa.DataType], bool], list[str]]] = [
+    (lambda kind: pa.types.is_integer(kind) and kind.bit_width >= 32, ["DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT"]),
+    (pa.types.is_floating, ["BYTE_STREAM_SPLIT"]),
+    (lambda kind: pa.types.is_string(kind) or pa.types.is_binary(kind), ["DELTA_BYTE_ARRAY"]),
+    (lambda kind: pa.types.is_string(kind) or pa.types.is_large_string(kind), ["DELTA_LENGTH_BYTE_ARRAY"]),
+    (pa.types.is_boolean, ["RLE"]),
+]
+_INTEGERS = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]
+# By what a type is, others that may hold the same values.
+_ALIKE: list[tuple[Callable[[pa.DataType], bool], list[pa.DataType]]] = [
+    (lambda kind: kind == pa.uint64(), []),  # others hash what is beyond int64 to other rows, or do not go with it
+    (pa.types.is_integer, [*_INTEGERS, *_INTEGERS, pa.decimal128(22, 2), pa.decimal256(40, 0), pa.float64()]),
+    (pa.types.is_floating, [pa.float64(), pa.float32(), pa.float16(), pa.int32(), pa.decimal128(30, 4)]),
+    (pa.types.is_decimal, [pa.decimal128(38, 5), pa.decimal256(50, 3), pa.decimal128(18, 2), pa.int64()]),
+    (pa.types.is_string, [pa.string(), pa.large_string(), pa.string_view()]),
+    (pa.types.is_large_string, [pa.string(), pa.large_string(), pa.string_view()]),
+    (pa.types.is_binary, [pa.large_binary(), pa.binary_view()]),
+    (pa.types.is_date, [pa.date32(), pa.date64()]),
+    (pa.types.is_timestamp, [pa.timestamp(unit) for unit in ("s", "ms", "us", "ns")]),
+    (pa.types.is_time, [pa.time64("us"), pa.time64("ns"), pa.time32("s"), pa.time32("ms")]),
+]
+
+
+def write(path: Path, table: pa.Table, group_sizes: list[int], dice: random.Random) -> None:
+    """Write a file with row groups of these sizes, 0 too, in a way that is drawn."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for attempt in range(50):
+        try:
+            with pq.ParquetWriter(path, table.schema, **_options(table.schema, dice)) as writer:
+                start = 0
+                for rows in group_sizes:
+                    writer.write_table(table.slice(start, rows), row_group_size=max(rows, 1))
+                    start += rows
+            return
+        except _NOT_WRITTEN:  # not all goes together: draw again
+            if attempt == 49:
+                raise
+
+
+def _options(schema: pa.Schema, dice: random.Random) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        **{"compression": dice.choice(["none", "snappy", "gzip", "brotli", "zstd", "lz4"])},
+        **{"data_page_version": dice.choice(["1.0", "2.0"]), "write_statistics": dice.random() < 0.7},
+        **{"write_page_checksum": dice.random() < 0.5, "write_page_index": dice.random() < 0.3},
+    }
+    if dice.random() < 0.4:
+        options |= {"data_page_size": dice.choice([1, 64, 1000]), "write_batch_size": dice.choice([1, 7, 64])}
+    if dice.random() < 0.3:
+        options["dictionary_pagesize_limit"] = dice.choice([16, 200])  # the rest of a column is plain
+    columns = [column for field in schema for column in _columns(field.type, field.name)]
+    how = dice.choice(["all", "some", "none"])
+    if how == "some":
+        options["use_dictionary"] = [name for name, _ in columns if dice.random() < 0.5]
+    elif how == "none":
+        of = {name: [e for fits, some in _ENCODINGS if fits(kind) for e in some] for name, kind in columns}
+        options["use_dictionary"] = False
+        options["column_encoding"] = {name: dice.choice(["PLAIN", *encodings]) for name, encodings in of.items()}
+    return options
+
+
+def _columns(kind: pa.DataType, name: str) -> Iterator[tuple[str, pa.DataType]]:
+    """Yield the columns of Parquet that a type is written as."""
+    if pa.types.is_struct(kind):
+        for field in kind:
+            yield from _columns(field.type, f"{name}.{field.name}")
+    elif pa.types.is_nested(kind):
+        yield from _columns(kind.value_type, f"{name}.list.element")
+    else:
+        yield name, kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def alike(array: pa.Array, dice: random.Random) -> pa.Array:
+    """Return an array of the same values and perhaps of another type, which goes with that one in other files."""
+    if pa.types.is_struct(array.type):
+        fields = {field.name: alike(part, dice) for field, part in zip(array.type, array.flatten(), strict=True)}
+        names = dice.sample([*fields], len(fields))
+        return pa.StructArray.from_arrays([fields[name] for name in names], names, mask=array.is_null())
+    if array.null_count == len(array) and dice.random() < 0.5:
+        return pa.nulls(len(array))  # as pandas writes a column without a value
+    for kind in dice.sample(kinds := _kinds(array.type), min(4, len(kinds))):
+        try:
+            changed = array.cast(kind)
+            is_same = changed.cast(array.type).equals(array) and (kind != pa.float64() or _fits_float(array))
+        except _NOT_WRITTEN:
+            continue
+        if is_same:
+            in_dictionary = not pa.types.is_nested(kind) and "view" not in str(kind) and dice.random() < 0.2
+            return changed.dictionary_encode() if in_dictionary else changed
+    return array
+
+
+def _kinds(kind: pa.DataType) -> list[pa.DataType]:
+    if pa.types.is_list(kind):
+        return [of(k) for of in (pa.list_, pa.large_list, pa.list_view) for k in [*_kinds(kind.value_type)][:9]]
+    flat = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return next((kinds for fits, kinds in _ALIKE if fits(flat)), []) or [flat]
+
+
+def _fits_float(array: pa.Array) -> bool:
+    """Whether a float tells these numbers apart as ids, and so may hold them."""
+    most = pc.max(pc.abs(array.cast(pa.float64()))).as_py()
+    return pa.types.is_floating(array.type) or most is None or most < 2**53
+
+
+def rewrite(source: Path, out: Path, dice: random.Random) -> None:
+    """Write the rows of a folder's files in other types and ways; the row groups stay as they are."""
+    for path in sorted(source.rglob("*.parquet")):
+        file = pq.ParquetFile(path)
+        groups = [file.read_row_group(number) for number in range(file.num_row_groups)]
+        rows = pa.concat_tables(groups) if groups else file.schema_arrow.empty_table()
+        columns = {name: alike(_joined(rows[name]), dice) for name in rows.column_names}
+        columns["junk"] = pa.array([{"a": [1, 2]}] * len(rows), pa.struct([("a", pa.list_(pa.int8()))]))
+        names = dice.sample([*columns], len(columns))
+        write(out / path.relative_to(source), pa.table({n: columns[n] for n in names}), [*map(len, groups)], dice)
+
+
+def _joined(column: pa.ChunkedArray) -> pa.Array:
+    if pa.types.is_dictionary(column.type):
+        column = column.unify_dictionaries()
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
