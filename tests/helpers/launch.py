@@ -107,7 +107,8 @@ def run_recsys(
     Where it is to fail, return its error instead, which must be no traceback.
     """
     done = fork_train(*map(str, arguments), nproc=nproc, timeout=timeout, before=before, program="recsys")
-    assert done.returncode == status and (not status or "Traceback" not in done.stderr), done.stdout + done.stderr
+    told = f"status {done.returncode}\n{done.stdout}{done.stderr}"
+    assert done.returncode == status and (not status or "Traceback" not in done.stderr), told
     return done.stderr.strip() if status else done.stdout
 
 
