@@ -3,7 +3,9 @@
 import ast
 import functools
 import graphlib
+import re
 import subprocess
+import symtable
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +123,24 @@ def long_functions(path: str, tree: ast.Module) -> Iterator[str]:
                 yield f"{path}:{node.lineno}: {node.name} has {lines} lines; make a function of a part of it"
 
 
+def unknown_names(path: str, tree: ast.Module) -> Iterator[str]:
+    """What a test sets in a module of recsys that has no such name: nothing is changed by it, and nobody told."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    named = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    assigned = [target for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets]
+    for target in assigned:
+        for part in getattr(target, "elts", [target]):
+            if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
+                file = ROOT / f"{named.get(part.value.id, '').replace('.', '/')}.py"
+                if file.is_relative_to(ROOT / "recsys") and file.is_file() and part.attr not in top_names(file):
+                    yield f"{path}:{part.lineno}: {file.relative_to(ROOT)} has no {part.attr}"
+
+
+@functools.cache
+def top_names(file: Path) -> set[str]:
+    return {*symtable.symtable(file.read_text(encoding="utf-8"), str(file), "exec").get_identifiers()}
+
+
 @functools.cache
 def sources(*patterns: str) -> dict[str, ast.Module]:
     paths = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
@@ -130,6 +150,14 @@ def sources(*patterns: str) -> dict[str, ast.Module]:
 @pytest.mark.parametrize("rule", [wrong_imports, environment_reads, import_effects, long_functions])
 def test_package(rule):
     problems = [line for path, tree in sources("recsys/**/*.py").items() for line in rule(path, tree)]
+    assert not problems, "\n".join(problems)
+
+
+def test_what_tests_set_is_there():
+    sets = re.compile(r"^ +\w+\.\w+(, [\w.]+)* = ", re.MULTILINE)  # to parse all of them takes two seconds
+    paths = [path for path in ROOT.glob("tests/**/*.py") if sets.search(path.read_text(encoding="utf-8"))]
+    trees = sources(*(str(path.relative_to(ROOT)) for path in paths))
+    problems = [line for path, tree in trees.items() for line in unknown_names(path, tree)]
     assert not problems, "\n".join(problems)
 
 
@@ -188,6 +216,7 @@ CAUGHT = [
     (environment_reads, "train.py", "import os\nx = os.getenv('LOCAL_RANK')"),
     (import_effects, "recsys/training/trainer.py", "import torch\ntorch.manual_seed(0)"),
     (import_effects, "recsys/training/trainer.py", "for i in range(3):\n    pass"),
+    (unknown_names, "tests/a.py", "def f():\n    from recsys.tables import shard as s\n    s.a, s.local_lookup = 1, 2"),
     (long_functions, "recsys/data/order.py", "class C:\n  def f(self):\n" + LONGEST_FUNCTION * "    pass\n"),
 ]
 ALLOWED = [
@@ -198,6 +227,7 @@ ALLOWED = [
     (environment_reads, "recsys/runtime/world.py", "import os\nx = os.environ['RANK']"),
     (environment_reads, "recsys/errors.py", "import os\nx = os.environ.get('TORCHELASTIC_ERROR_FILE')"),
     (import_effects, "recsys/training/trainer.py", "'''Doc.'''\nX = 1\nif __name__ == '__main__':\n    main()"),
+    (unknown_names, "tests/a.py", "from recsys.tables import shard\nshard.local_lookups = shard._place = None"),
     (long_functions, "recsys/data/order.py", "def f():\n" + (LONGEST_FUNCTION - 1) * "    pass\n"),
 ]
 
