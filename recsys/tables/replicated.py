@@ -45,7 +45,7 @@ class ReplicatedTables:
         dist.all_reduce(messages[0])
         for table, (gradient, marks) in zip(self.tables, by_part[0], strict=True):
             if table.l2_all_rows:
-                gradient.add_(table.weights, alpha=table.l2_all_rows)
+                table.add_penalty(gradient)
                 marks.fill_(1)
             table.update_looked_up(gradient, marks)
 

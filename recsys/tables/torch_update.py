@@ -48,13 +48,20 @@ class TorchTable:
         shapes = [shape[:1]] * rule.row_state + [shape] * rule.element_state
         self.state = [torch.zeros(size, device=self.weights.device) for size in shapes]
 
+    def add_penalty(self, gradient: torch.Tensor) -> None:
+        """Add the gradient of the penalty on all rows, [rows, columns] FP32, to that of the loss."""
+        at_once = self._rows_at_once(gradient.device)
+        # In parts, since a CPU makes an FP32 copy of all that it adds of FP16.
+        for part, weights in zip(gradient.split(at_once), self.weights.split(at_once), strict=True):
+            part.add_(weights, alpha=self.l2_all_rows)
+
     def update(self, rows: torch.Tensor, gradient: torch.Tensor, places: torch.Tensor) -> None:
         """Update the rows of a batch and no others.
 
         Args:
             rows: [n], distinct. gradient: of the mean loss, [m, columns] FP32. places: [n], its row for each.
         """
-        at_once = max(1, _ELEMENTS_AT_ONCE[rows.device.type] // self.weights.shape[1])
+        at_once = self._rows_at_once(rows.device)
         for chunk, at in zip(rows.split(at_once), places.split(at_once), strict=True):
             self._apply(chunk, gradient[at])
 
@@ -66,6 +73,9 @@ class TorchTable:
         else:
             rows = marks.nonzero().squeeze(1)
             self.update(rows, gradient, rows)
+
+    def _rows_at_once(self, device: torch.device) -> int:
+        return max(1, _ELEMENTS_AT_ONCE[device.type] // self.weights.shape[1])
 
     def _apply(self, rows: torch.Tensor | slice, gradient: torch.Tensor) -> None:
         rule, state = getattr(rules, self.settings.name.name), [values[rows] for values in self.state]

@@ -22,11 +22,12 @@ def trained(
     at_once: int = ROWS * DIM,
     steps: tuple[int, ...] = (ROWS, ROWS, ROWS),
     decay: float = 0.9,
+    penalty: float = 0.0,
 ) -> list[torch.Tensor]:
     """Return the weights and states after steps that look up the first so many rows alone.
 
     Args:
-        decay: of the learning rate after each step.
+        decay: of the learning rate after each step. penalty: on all rows.
     """
     monkeypatch.setattr(torch_update, "_ELEMENTS_AT_ONCE", {"cpu": at_once})
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)  # of one rank
@@ -34,7 +35,7 @@ def trained(
     weights = torch.randn(ROWS, DIM, generator=generator).to(dtype)
     l1 = 5.0 if optimizer is TableOptimizer.ftrl else 0.0
     settings = TableOptimizerConfig(name=optimizer, learning_rate=0.1, l1=l1)
-    table = TorchTable("t", weights, settings, features=["f"], learning_rate=0.1)
+    table = TorchTable("t", weights, settings, features=["f"], l2_all_rows=penalty, learning_rate=0.1)
     for rows in steps:
         ids = torch.randint(0, rows, (50,), generator=generator)
         batch = KeyedJaggedTensor.from_lengths_sync(["f"], ids, torch.full((25,), 2, dtype=torch.int32))
@@ -49,10 +50,11 @@ def trained(
 def test_pieces_of_a_table_make_no_difference(
     optimizer: TableOptimizer, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = trained(monkeypatch, optimizer, dtype)
-    for at_once in (1, 5 * DIM):
-        pieces = trained(monkeypatch, optimizer, dtype, at_once)
-        torch.testing.assert_close(pieces, whole, rtol=0, atol=0)
+    for penalty in (0.0, 0.5):
+        whole = trained(monkeypatch, optimizer, dtype, penalty=penalty)
+        for at_once in (1, 5 * DIM):
+            pieces = trained(monkeypatch, optimizer, dtype, at_once, penalty=penalty)
+            torch.testing.assert_close(pieces, whole, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("optimizer", IN_TORCH, ids=lambda o: o.name)
