@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batches import batch_of
 from launch import must_train
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.config import Device
 from recsys.models.items import ItemVectors, _best
@@ -19,17 +19,6 @@ from recsys.runtime.world import open_world
 from recsys.serving.score import best_places
 
 ITEMS, USERS, DIM = 50, 23, 8
-
-
-def some_batch(lists: dict[str, list[list[int]]]) -> Any:
-    """Return what is read of a batch."""
-    rows = [row for key in lists for row in lists[key]]
-    jagged = KeyedJaggedTensor(
-        keys=list(lists),
-        values=torch.tensor([item for row in rows for item in row], dtype=torch.int64),
-        lengths=torch.tensor([len(row) for row in rows], dtype=torch.int32),
-    )
-    return SimpleNamespace(lists=jagged, weights=torch.ones(len(rows) // len(lists)))
 
 
 CASES = [(k, keys) for k in (7, 60) for keys in (["seen"], ["candidates", "seen"])]
@@ -53,7 +42,7 @@ def best(rank: int, ranks: int) -> list[list[list[list[float]]]]:
         vectors = ItemVectors(items[own], own, ITEMS, world)
         assert torch.equal(vectors.whole(), items)
         for k, keys in CASES:
-            batch = some_batch({key: listed[key][mine] for key in keys})
+            batch = batch_of(np.ones(len(users[mine])), lists={key: listed[key][mine] for key in keys})
             answers.append([each.tolist() for each in vectors.best(users[mine], k, batch)])
     return answers
 
@@ -118,7 +107,7 @@ def test_no_ties_are_broken_for_rows_that_fill_up_a_batch(monkeypatch: pytest.Mo
     items, users = (torch.randn(n, DIM, generator=torch.Generator().manual_seed(n)) for n in (50, 9))
     fill = torch.tensor([True, False, False, True, True, False, False, False, True])
     users[fill] = 0
-    batch = some_batch({"seen": [[] if is_fill else [number, 20] for number, is_fill in enumerate(fill)]})
+    batch = batch_of(np.ones(9), lists={"seen": [[] if is_fill else [i, 20] for i, is_fill in enumerate(fill)]})
     with open_world(Device.cpu) as world:
         ranked = ItemVectors(items, torch.arange(50), 50, world).best(users, 7, batch)
         monkeypatch.setattr(torch.Tensor, "cumsum", None)  # which breaking ties would call

@@ -1,14 +1,14 @@
 """What an evaluation keeps of each row of a label, and what predictions know of it."""
 
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from test_metrics import LABELS, batch_of, over_ranks
+from batches import batch_of
+from test_metrics import LABELS, over_ranks
 
 from recsys.config import load_config
 from recsys.memory import DataFacts, Decoding, DenseFacts, predict
@@ -20,7 +20,7 @@ def test_a_row_takes_16_bytes_at_most() -> None:
     """8 are kept, joined in an array of 8; sorting and counting pairs take a piece at a time."""
     num_rows, rng, evaluator = 1 << 22, np.random.default_rng(0), LabelEvaluator(LABELS)
     labels, logits, weights = rng.integers(0, 2, 1 << 13), rng.normal(size=1 << 13).astype(np.float32), np.ones(1 << 13)
-    batch, outputs = batch_of(labels, weights), torch.tensor(logits)
+    batch, outputs = batch_of(weights, labels), torch.tensor(logits)
     tracemalloc.start()
     for _ in range(num_rows >> 13):
         evaluator.update(outputs, batch)
@@ -47,7 +47,7 @@ def test_what_an_evaluation_keeps_goes_by_its_labels(binary: int, squared: int, 
     (rank,) = predict(config, data, DenseFacts(0, 0, 0, (0,), 1, 0, (0,), 0), topology_of(config), [])
     evaluator, rng = LabelEvaluator(config.labels()), np.random.default_rng(0)
     columns = rng.integers(0, 2, (at_once, binary + squared))
-    batch = replace(batch_of(columns[:, 0], np.ones(at_once)), labels=torch.tensor(columns).float())
+    batch = batch_of(np.ones(at_once), columns)
     outputs = torch.tensor(rng.normal(size=columns.shape)).float()
     tracemalloc.start()
     for _ in range(num_rows // at_once):

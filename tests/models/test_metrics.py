@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batches import batch_of
 from thread_ranks import on_ranks
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.config import Device, LabelConfig
 from recsys.config.choices import LabelLoss, RetrievalMetric
-from recsys.data.batch import Batch
-from recsys.data.order import Position
-from recsys.data.pool import Fence
 from recsys.models import items as items_module
 from recsys.models import label_metrics as label_module
 from recsys.models.items import ItemVectors
@@ -26,8 +23,6 @@ from recsys.runtime.world import open_world
 
 # A division by nothing must not be made, rather than come out as NaN with a warning.
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
-
-Lists = list[list[int]]
 
 
 def of_binary(name: str) -> Any:
@@ -45,30 +40,6 @@ def over_ranks(evaluators: list[Any]) -> dict[str, float]:
     for result in results:
         assert result == pytest.approx(results[0], nan_ok=True)
     return results[0]
-
-
-def keyed(lists: dict[str, Lists]) -> KeyedJaggedTensor:
-    rows = [row for key in lists for row in lists[key]]
-    return KeyedJaggedTensor(
-        keys=list(lists),
-        values=torch.tensor([value for row in rows for value in row], dtype=torch.int64),
-        lengths=torch.tensor([len(row) for row in rows], dtype=torch.int32),
-    )
-
-
-def batch_of(labels: Any, weights: Any, lists: dict[str, Lists] | None = None) -> Batch:
-    return Batch(
-        ids=keyed({"id": [[] for _ in weights]}),
-        floats=torch.zeros(len(weights), 0),
-        labels=torch.tensor(np.asarray(labels), dtype=torch.float32)[:, None],
-        weights=torch.tensor(np.asarray(weights), dtype=torch.float32),
-        lists=None if lists is None else keyed(lists),
-        num_rows=len(weights),
-        num_bad_rows=0,
-        micro_batches=(0, len(weights)),
-        position=Position(),
-        fence=Fence(),
-    )
 
 
 # Ranking
@@ -160,7 +131,7 @@ def ranking_evaluators(num_ranks: int, rows: tuple[np.ndarray, ...]) -> list[Lab
     evaluators = [LabelEvaluator(LABELS) for _ in range(num_ranks)]
     for i, part in enumerate(np.array_split(np.arange(len(rows[0])), num_ranks * 3)):
         labels, logits, weights = (each[part] for each in rows)
-        evaluators[i % num_ranks].update(torch.tensor(logits, dtype=torch.float32), batch_of(labels, weights))
+        evaluators[i % num_ranks].update(torch.tensor(logits, dtype=torch.float32), batch_of(weights, labels))
     return evaluators
 
 
@@ -203,7 +174,7 @@ def test_calibration_by_hand():
 
 def test_ranking_fill_does_not_count():
     evaluator = LabelEvaluator(LABELS)
-    evaluator.update(torch.tensor([2.0, -1.0, float("nan")]), batch_of([1, 0, 0], [1, 1, 0]))
+    evaluator.update(torch.tensor([2.0, -1.0, float("nan")]), batch_of([1, 1, 0], [1, 0, 0]))
     found = over_ranks([evaluator, LabelEvaluator(LABELS)])
     assert (found["auc"], found["rows"]) == (1, 2)
     assert math.isfinite(found["log_loss"])
@@ -221,7 +192,7 @@ def test_a_score_that_is_nan_has_no_place(num_ranks, nan):
 
 def test_ranking_of_low_precision_outputs():
     evaluator = LabelEvaluator(LABELS)
-    evaluator.update(torch.tensor([2.0, -1.0], dtype=torch.bfloat16), batch_of([1, 0], [1, 1]))
+    evaluator.update(torch.tensor([2.0, -1.0], dtype=torch.bfloat16), batch_of([1, 1], [1, 0]))
     assert over_ranks([evaluator])["auc"] == 1
 
 

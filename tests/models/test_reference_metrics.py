@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_metrics import User, batch_of, item_vectors, over_ranks, ranking_evaluators, retrieval, some_users
+from batches import batch_of
+from test_metrics import User, item_vectors, over_ranks, ranking_evaluators, retrieval, some_users
 
 from recsys.config import LabelConfig
 from recsys.config.choices import LabelLoss, RetrievalMetric
@@ -48,7 +49,7 @@ def test_numbers_as_scikit_learn(seed: int) -> None:
     numbers, outputs = generator.integers(-40, 40, (2, 3000)) / 8
     weights = generator.choice([0.25, 1.0, 3.0], 3000)
     evaluator = LabelEvaluator({"label": LabelConfig(loss=LabelLoss.squared)})
-    evaluator.update(torch.tensor(outputs, dtype=torch.float32), batch_of(numbers, weights))
+    evaluator.update(torch.tensor(outputs, dtype=torch.float32), batch_of(weights, numbers))
     found = over_ranks([evaluator])
     squared = sklearn.mean_squared_error(numbers, outputs, sample_weight=weights)
     assert found["rmse"] == pytest.approx(np.sqrt(squared), abs=1e-9)

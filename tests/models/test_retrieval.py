@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from batches import batch_of
 from launch import evaluate, must_train
 from retrieval import NUM_ITEMS, NUM_USERS, train, write_retrieval
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -20,8 +21,6 @@ from recsys.data.batch import Batch, Sampled
 from recsys.data.checks import doubtful_lists
 from recsys.data.facts import Facts, RowCounter
 from recsys.data.inputs import open_inputs
-from recsys.data.order import Position
-from recsys.data.pool import Fence
 from recsys.errors import UserError
 from recsys.models import DenseInputs, retrieval, two_tower
 from recsys.runtime.world import open_world
@@ -189,13 +188,11 @@ def by_hand(num_sampled: int) -> tuple[torch.Tensor, torch.Tensor, list[int], Ba
     users, items = torch.randn(rows, 3, requires_grad=True), torch.randn(rows, 3, requires_grad=True)
     item_rows = [7, 2, 7, 4, 2]  # rows 0 and 2 hold the same item, and row 4 is fill
     item_rows += [2, 9, 9][:num_sampled]  # of what is drawn, the first is the item of row 1, and the last row is fill
-    weights = torch.tensor(WEIGHTS + num_sampled * [0.0])
     lengths = torch.ones(rows, dtype=torch.int32)
     lengths[8:] = 0
     ids = KeyedJaggedTensor(keys=["item"], values=torch.tensor(item_rows), lengths=lengths)
-    batch = Batch(ids, torch.zeros(rows, 0), torch.zeros(rows), weights, None, 4, 0, (0, rows), Position(), Fence())
-    batch.sampled = Sampled(5, 64) if num_sampled else None
-    return users, items, item_rows, batch
+    drawn = Sampled(5, 64) if num_sampled else None
+    return users, items, item_rows, batch_of(WEIGHTS + num_sampled * [0.0], ids=ids, sampled=drawn)
 
 
 @pytest.mark.parametrize("scores_at_once", [1, 11, 1000])

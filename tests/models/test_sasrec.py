@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
+from batches import batch_of
 from checkpoints import load_tables
 from launch import evaluate, run_recsys
 from retrieval import train
@@ -18,9 +19,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys.config import load_config
 from recsys.config.choices import SequenceLayer, SequenceLoss
-from recsys.data.batch import Batch, Sampled
-from recsys.data.order import Position
-from recsys.data.pool import Fence
+from recsys.data.batch import Sampled
 from recsys.errors import UserError
 from recsys.models import DenseInputs, retrieval, sasrec, sequence_layers
 from recsys.models.jagged import Lists
@@ -297,9 +296,7 @@ def test_the_loss_by_hand(
     states, vectors, items = (torch.randn(n, 4, requires_grad=True) for n in (6, 6, 9))
     lengths = torch.tensor([3, 0, 1, 2, 0, 0, 0, 0, 0] + 4 * [0] + 4 * [1] + [0], dtype=torch.int32)
     ids = KeyedJaggedTensor(["history", "item"], torch.tensor(history + drawn), lengths=lengths)
-    weights = torch.tensor([1.0, 1, 1, 2] + 5 * [0.0])
-    batch = Batch(ids, torch.zeros(9, 0), torch.zeros(9, 0), weights, None, 4, 0, (0, 9), Position(), Fence())
-    batch.sampled = Sampled(4, 4)
+    batch = batch_of([1.0, 1, 1, 2] + 5 * [0.0], ids=ids, sampled=Sampled(4, 4))
     share = 5 / 11
     beta = share * (0.5 * (1 - 1 / share) + 1 / share)
 

@@ -5,15 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from batches import batch_of
 from launch import evaluate
 from retrieval import NUM_USERS, assert_export_recommends_alike, train, write_retrieval
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys.config import load_config
 from recsys.config.choices import RetrievalLoss
-from recsys.data.batch import Batch, Sampled
-from recsys.data.order import Position
-from recsys.data.pool import Fence
+from recsys.data.batch import Sampled
 from recsys.errors import UserError
 from recsys.models import DenseInputs
 from recsys.models.simplex import SimpleX, SimpleXConfig
@@ -161,9 +160,7 @@ def test_the_loss_by_hand(loss: RetrievalLoss) -> None:
     users, items, found, searching = tensors = [torch.randn(n, 4, requires_grad=True) for n in (9, 9, 6, 6)]
     lengths = torch.tensor([3, 0, 1, 2, 0, 0, 0, 0, 0] + 4 * [0] + 4 * [1] + [0], dtype=torch.int32)
     ids = KeyedJaggedTensor(["history", "item"], torch.tensor(history + drawn), lengths=lengths)
-    weights = torch.tensor([1.0, 1, 1, 2] + 5 * [0.0])
-    batch = Batch(ids, torch.zeros(9, 0), torch.zeros(9, 0), weights, None, 4, 0, (0, 9), Position(), Fence())
-    batch.sampled = Sampled(4, 4)
+    batch = batch_of([1.0, 1, 1, 2] + 5 * [0.0], ids=ids, sampled=Sampled(4, 4))
 
     def loss_of(own: torch.Tensor, negatives: list[torch.Tensor]) -> torch.Tensor:
         if loss is RetrievalLoss.softmax:

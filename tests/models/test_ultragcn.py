@@ -9,14 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
+from batches import batch_of
 from launch import evaluate, run_recsys
 from retrieval import NUM_USERS, assert_export_recommends_alike, train, write_retrieval
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys.config import load_config
-from recsys.data.batch import Batch, Sampled
-from recsys.data.order import Position
-from recsys.data.pool import Fence
+from recsys.data.batch import Sampled
 from recsys.datasets.neighbours import neighbour_lists
 from recsys.errors import UserError
 from recsys.models import DenseInputs
@@ -114,9 +113,7 @@ def test_the_loss_by_hand() -> None:
         lengths=torch.tensor([n for lengths in by_feature for n in lengths], dtype=torch.int32),
         weights=torch.tensor([1.0] * 9 + [0.5, 0.25, 3.0]),
     )
-    weights = torch.tensor([1.0, 1, 2] + 5 * [0.0])
-    batch = Batch(ids, torch.zeros(8, 0), torch.zeros(8, 0), weights, None, 3, 0, (0, 8), Position(), Fence())
-    batch.sampled = Sampled(3, 4)
+    batch = batch_of([1.0, 1, 2] + 5 * [0.0], ids=ids, sampled=Sampled(3, 4))
     degrees = torch.tensor([1.0, 3, 8, 1, 2, 5, 1, 4, 1, 6])
 
     def weight(length: int, item: int, of_all: float, by_degrees: float) -> float:
