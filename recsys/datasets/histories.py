@@ -134,7 +134,8 @@ class _Log:
             self.columns = list(dict.fromkeys([*self.columns, *file.columns]))
             self._num_groups.append(file.num_row_groups)
             head = file.read(list(dict.fromkeys([*file.columns, *named])), [])
-            rows = joined([rows, head]) if head.schema != rows.schema else rows
+            places = ["files before it", f"'{file.name}'"]
+            rows = joined([rows, head], places) if head.schema != rows.schema else rows
         self.schema = pa.schema([(field.name, field.type) for field in rows.schema])
         self.user_kind = id_column(rows, options.user, nulls=True).type
         self._check(rows)
@@ -206,7 +207,8 @@ class _Log:
                 file = self._files.open(number)
                 there = [name for name in wanted if file.has(name)]
                 for group in groups:
-                    table = joined([like, file.read(there, [group])])
+                    places = ["all files together", f"'{file.name}'"]
+                    table = joined([like, file.read(there, [group])], places)
                     if self._options.where is not None:
                         table = rows_where(table, self._options.where)
                     yield first + group, table.select(names)

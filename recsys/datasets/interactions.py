@@ -188,13 +188,14 @@ def _given_split(table: pa.Table, options: LogOptions, sizes: Sequence[int]) -> 
 def _read(flag: str, inputs: Sequence[Path], names: list[str], where: str | None) -> pa.Table:
     """Return columns of the rows of files that match, as training reads them: see `find_files` and `parsed_footer`."""
     wanted = list(dict.fromkeys([*names, *columns_where(where)]))
-    tables = []
+    tables, places = [], []
     for file in LogFiles(flag, inputs):
         table = file.read(wanted)
+        places.append(f"'{file.name}'")
         tables.append((table if where is None else rows_where(table, where)).select(names))
     if where is not None and not any(map(len, tables)):
         raise UserError(f"--where: no row of {flag} matches {where!r}")
-    return joined(tables)
+    return joined(tables, places)
 
 
 def _one_item_a_row(table: pa.Table, item: str) -> pa.Table:

@@ -62,12 +62,13 @@ class LogFile:
     """A file of a log: columns in Parquet's own types for them, fields of structs, and keys in its path.
 
     Attributes:
+        name: its path.
         columns: all that it has, without fields; those of the path come last.
         num_row_groups: that it has.
     """
 
     def __init__(self, name: str, footer: pq.FileMetaData, key_kinds: dict[str, pa.DataType]) -> None:
-        self._name, self._footer, self._key_kinds = name, footer, key_kinds
+        self.name, self._footer, self._key_kinds = name, footer, key_kinds
         self._keys, self._arrow = partition_keys(name), schema_read(footer)
         self._stored = places(self._arrow, footer.schema)
         self.columns = list(dict.fromkeys([*self._arrow.names, *self._keys]))
@@ -75,7 +76,7 @@ class LogFile:
 
     @cached_property
     def _opened(self) -> pq.ParquetFile:
-        return opened(self._name, self._footer, page_checksum_verification=True)
+        return opened(self.name, self._footer, page_checksum_verification=True)
 
     def has(self, column: str) -> bool:
         """Return whether the file has a column, a field of a struct or a key in its path with this name."""
@@ -86,13 +87,13 @@ class LogFile:
         stored = {column: self._stored[column] for column in names if column in self._stored}
         for outer in (place.steps[0] for place in stored.values()):
             if (count := self._arrow.names.count(outer)) > 1:
-                raise UserError(f"{self._name} has {count} columns {outer!r}, and may have one")
+                raise UserError(f"{self.name} has {count} columns {outer!r}, and may have one")
         if missing := [column for column in names if not self.has(column)]:
             present = list(dict.fromkeys([*names_in(self._arrow), *self._keys]))
             others = f"only {', '.join(present)}{nearest(missing[0], present)}"
-            raise UserError(f"{self._name} has no column {missing[0]!r}, {others}")
+            raise UserError(f"{self.name} has no column {missing[0]!r}, {others}")
         numbers = range(self.num_row_groups) if row_groups is None else row_groups
-        with _told(self._name):
+        with _told(self.name):
             table = self._opened.read_row_groups(numbers, [path for place in stored.values() for path in place.paths])
         columns = {}
         for column in names:
@@ -114,17 +115,20 @@ def _told(name: str) -> Iterator[None]:
         raise UserError(f"{name} cannot be read as Parquet ({reason(error)}){hint}") from None
 
 
-def joined(tables: Sequence[pa.Table]) -> pa.Table:
+def joined(tables: Sequence[pa.Table], places: Sequence[str] = ()) -> pa.Table:
     """Concatenate tables, in types that hold all values; a column that a table lacks is null there.
+
+    Args:
+        places: where each table is from, for messages.
 
     Raises:
         UserError: a column has values in one table that its type in others, as training takes them together, has not.
     """
     names = dict.fromkeys(chain.from_iterable(table.column_names for table in tables))
-    return pa.table({name: _joined(tables, name) for name in names})
+    return pa.table({name: _joined(tables, name, places) for name in names})
 
 
-def _joined(tables: Sequence[pa.Table], name: str) -> pa.Array:
+def _joined(tables: Sequence[pa.Table], name: str, places: Sequence[str]) -> pa.Array:
     columns = [
         table[name] if name in table.column_names else pa.chunked_array([pa.nulls(len(table))]) for table in tables
     ]
@@ -134,8 +138,10 @@ def _joined(tables: Sequence[pa.Table], name: str) -> pa.Array:
         values = pa.chunked_array([cast(chunk, dtype) for column in columns for chunk in column.chunks], dtype)
         return (values if values.nbytes < _TEXT_BYTES else values.cast(LARGE.get(dtype, dtype))).combine_chunks()
     except pa.ArrowException as error:
+        first = [next(i for i, column in enumerate(columns) if column.type == dtype) for dtype in dtypes]
+        shown = [f"{dtype} in {places[i]}" if places else str(dtype) for i, dtype in zip(first, dtypes, strict=True)]
         raise UserError(
-            f"the files' columns are of different types: {name!r} is {' and '.join(map(str, dtypes))}, and no one type "
+            f"the files' columns are of different types: {name!r} is {' and '.join(shown)}, and no one type "
             f"holds all its values ({reason(error)}); write it with one type"
         ) from None
 
