@@ -31,11 +31,9 @@ _DECIDING: dict[type, Mapping[str, tuple[str, tuple[Any, ...]]]] = {
     PublishConfig: {"every_steps": ("dir", ()), "every_seconds": ("dir", ()), "tables": ("dir", ())},
     DistillConfig: {"scores": ("teacher", ())},
     FeatureConfig: {"keep": ("max_length", ()), "fill": ("nulls", ("reserved",))},
-    TableConfig: {
-        "stochastic_rounding": ("data_type", ("FP16", "FP8")),
-        "cache_load_factor": ("compute_kernel", ("fused_uvm_caching",)),
-    },
+    TableConfig: {"stochastic_rounding": ("data_type", ("FP16", "FP8"))},
 }
+_CACHES = {"cache_load_factor": ("compute_kernel", ("fused_uvm_caching",))}  # which memory.fit may choose
 
 
 def idle_settings(config: Config) -> list[str]:
@@ -51,7 +49,8 @@ def idle_settings(config: Config) -> list[str]:
         **{f"tables.{name}": table for name, table in config.tables.items()},
         **{f"features.{name}": feature for name, feature in config.features.items() if feature.expert_of is None},
     }
-    deciding = {**_DECIDING, type(config.model): config.model.deciding}
+    of_tables = _DECIDING[TableConfig] if config.memory.fit else {**_DECIDING[TableConfig], **_CACHES}
+    deciding = {**_DECIDING, TableConfig: of_tables, type(config.model): config.model.deciding}
     idle = [sentence for key, section in sections.items() for sentence in _idle(key, section, deciding[type(section)])]
     for key, section in {config.table_optimizer_key(n): config.table_optimizer(n) for n in config.tables}.items():
         unread = {"eps", "beta1", "beta2"} - set(section.name.value.numbers)

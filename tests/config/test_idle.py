@@ -53,6 +53,11 @@ def test_an_optimizer_of_several_tables_is_told_of_once() -> None:
     assert idle_settings(config) == [f"{TABLES}.eps=0.0001 changes nothing with {TABLES}.name=sgd"]
 
 
+def test_caches_are_not_idle_where_a_fit_may_choose_them() -> None:
+    given = ["tables.user.cache_load_factor=0.1", "memory.fit=true"]
+    assert idle_settings(load_config("configs/dlrm_sample.yaml", given)) == []
+
+
 def test_an_optimizer_of_no_table_is_told() -> None:
     given, path = [f"{TABLES}.learning_rate=0.2"], "configs/fm_frappe.yaml"
     tables = load_config(path).tables
