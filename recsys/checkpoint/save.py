@@ -225,11 +225,15 @@ class Checkpoints:
     def _make_room(self, needed: int, best_step: int | None) -> int:
         """Remove incomplete checkpoints that a crash has left behind; return the free bytes.
 
-        If those are too few, checkpoints are removed now that the next save would remove, but for the last one.
+        If those are too few, damaged checkpoints go too, and then those that the next save would remove, but for the
+        last one.
         """
         self.folder.mkdir(exist_ok=True)
         for path in self.folder.glob("*.tmp"):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        for path in self.folder.glob(refused_of(self.folder / "*").name):
+            if needed > shutil.disk_usage(self.folder).free:
+                shutil.rmtree(path, ignore_errors=True)
         if needed > shutil.disk_usage(self.folder).free:
             self._prune(best_step, max(1, self._keep - 1))
         return shutil.disk_usage(self.folder).free

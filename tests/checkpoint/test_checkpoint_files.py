@@ -187,6 +187,24 @@ def test_a_disk_that_is_too_small_is_named_before_anything_is_written(
     assert names(tmp_path / "c") == []
 
 
+def test_damaged_ones_make_room_before_valid_ones(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def usage(folder: Path) -> Any:
+        is_full = len([*folder.glob("step-*")]) > 3
+        return shutil._ntuple_diskusage(1 << 30, 0, 5 if is_full else 1 << 30)  # type: ignore[attr-defined]
+
+    saved = checkpoints(tmp_path, world, keep=3)
+    for step in (1, 2, 3):
+        saved.save(tensors(step), state(step))
+    damaged = [state_module.refused_of(saved.path(step)) for step in (4, 5)]
+    for path in damaged:
+        path.mkdir()
+    monkeypatch.setattr(save_module.shutil, "disk_usage", usage)  # type: ignore[attr-defined]
+    saved.save(tensors(4), state(4))
+    assert names(tmp_path) == ["latest", *(f"step-00000000{step}" for step in (2, 3, 4))]
+
+
 def test_an_old_one_that_somebody_reads_over_nfs_is_removed_later(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
