@@ -229,6 +229,7 @@ def _ids_in(run: Finished, world: World, table: str, data: str | list[str]) -> t
     features = {name: config.features[name] for name in role_features(config, "rows")}
     mine = {name: feature for name, feature in features.items() if feature.table == table and not feature.boundaries}
     present = world.from_rank_zero(lambda: column_names(Given.key, data, config.data.retries))
+    present.update(config.data.optional_columns)  # which the first file may lack, and others have
     needed = {name: needed_columns(replace(config, features={name: feature}), "rows") for name, feature in mine.items()}
     chosen = {name: feature for name, feature in mine.items() if needed[name].keys() <= present} or mine
     config = replace(config, features=chosen)

@@ -80,6 +80,9 @@ def test_ids_of_a_hashed_table_are_those_of_the_data(ranker: Path, tmp_path: Pat
     assert run.embeddings("item", test).equals(found)
     pq.write_table(rows.select(["item_id"]), tmp_path / "items.parquet")
     assert set(run.embeddings("item", str(tmp_path / "items.parquet"))["id"].to_pylist()) <= set(ids)
+    pq.write_table(rows, tmp_path / "items_later.parquet")
+    both = recsys.open_run(ranker, "data.optional_columns=[history]").embeddings("item", f"{tmp_path}/items*.parquet")
+    assert set(both["id"].to_pylist()) == set(ids)
     none = run.embeddings("item", {"item_id": pa.nulls(3, pa.int64())})
     assert len(none) == 0 and none.schema == found.schema
 
