@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.config.schema import DataConfig
-from recsys.data.order import RowGroups
+from recsys.data.order import RowGroups, Segment
 from recsys.data.storage import Storage, partition_keys
 
 
@@ -107,6 +107,12 @@ class Dataset:
         lists = {field.name: field for schema in others for field in schema if pa.types.is_list(field.type)}
         untyped = (lists.get(field.name, field) if pa.types.is_null(field.type) else field for field in self.schema)
         return replace(self, schema=pa.schema(untyped))
+
+    @cached_property
+    def head(self) -> Segment:
+        """The row group whose first rows stand for all: the first of those in files that have most of the columns."""
+        num_columns = np.array([len({*layout.names} & {*self.columns}) for layout in self.layouts])
+        return self.row_groups.segment(int(num_columns[self.file_layouts][self.row_groups.file].argmax()))
 
     @cached_property
     def _of_paths(self) -> set[str]:

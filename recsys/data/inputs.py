@@ -301,7 +301,7 @@ def _check_first_rows(inputs: Inputs, role: str) -> None:
     try:
         columns = convert_table(read_head(dataset, 1000), spec)
     except UserError as error:
-        raise UserError(f"config key '{dataset.key}': {error} (in {dataset.row_groups.segment(0).path})") from error
+        raise UserError(f"config key '{dataset.key}': {error} (in {dataset.head.path})") from error
     if spec.weight is not None:
         check_weights(dataset, spec.weight)
     for label in spec.labels if role == "train" else ():

@@ -217,12 +217,12 @@ def column_names(key: str, paths: str | Sequence[str], retries: int) -> set[str]
 
 
 def read_head(dataset: Dataset, num_rows: int) -> pa.Table:
-    """Return up to `num_rows` rows from the start of a dataset's first row group, without decoding more of it.
+    """Return up to `num_rows` rows from the start of the row group `Dataset.head`, without decoding more of it.
 
     Raises:
         BadDataError: as `SegmentReader.read`.
     """
-    return SegmentReader(dataset).head(0, min(num_rows, int(dataset.row_groups.num_rows[0])))
+    return SegmentReader(dataset).head(dataset.head.number, min(num_rows, dataset.head.num_rows))
 
 
 def read_column(dataset: Dataset, column: str) -> pa.Array:

@@ -91,7 +91,7 @@ class Sample:
     def __init__(self, inputs: Inputs, role: str) -> None:
         spec, dataset = inputs.spec(role).uncounted(), inputs.datasets[role]  # a sample is no training
         table = read_head(dataset, SAMPLE_ROWS if role == "train" else _EVAL_ROWS)
-        self.columns: Columns = convert_table(table, spec, dataset.row_groups.segment(0))
+        self.columns: Columns = convert_table(table, spec, dataset.head)
         self.rows = max(1, table.num_rows)
         self.names = [part.name for part in spec.ids]
         self._table, self._sources = table, [part.column for part in spec.ids]

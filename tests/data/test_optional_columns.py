@@ -11,7 +11,7 @@ from recsys.data.batch import Batch
 from recsys.data.checks import absent_columns
 from recsys.data.dataset import Dataset, ReadOptions
 from recsys.data.inputs import open_inputs
-from recsys.data.parquet import open_dataset, read_column
+from recsys.data.parquet import open_dataset, read_column, read_head
 from recsys.errors import UserError
 from recsys.runtime.world import open_world
 
@@ -108,6 +108,12 @@ def test_filters_see_nulls(condition: str, users: list[str], tmp_path: Path) -> 
     write(tmp_path / "log", "ac", fill=False)
     dataset = opened(tmp_path / "log", "user", "channel", filter=condition)
     assert read_column(dataset, "user").to_pylist() == users
+
+
+def test_first_rows_stand_for_all_where_they_have_all_columns(tmp_path: Path) -> None:
+    """Else predictions of memory would take lists that all later files have for empty ones."""
+    write(tmp_path / "log", "acd", fill=False)
+    assert read_head(opened(tmp_path / "log", "tags", "tags"), 2)["tags"].to_pylist() == [[1, 2, 3], []]
 
 
 def test_a_key_that_some_paths_lack(tmp_path: Path) -> None:
