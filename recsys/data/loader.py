@@ -67,6 +67,7 @@ class Loader:
     Attributes:
         batch_size: rows of this rank's batches, without drawn items; the same on all ranks.
         first_row: place of this rank's first row in the step.
+        kept_row_groups: how many row groups, of those that windows take in parts, stay decoded.
     """
 
     def __init__(
@@ -90,7 +91,8 @@ class Loader:
         self._shares = shares(self._slots, rank, world_size)
         bounds = {share.stream: stream_bounds(self._slots, share.stream, self._num_rows) for share in self._shares}
         self._lengths = {stream: stop - start for stream, (start, stop) in bounds.items()}
-        self._reader: SegmentReader | PermutedReader = SegmentReader(dataset, kept=_kept_row_groups(dataset, options))
+        self.kept_row_groups = _kept_row_groups(dataset, options)
+        self._reader: SegmentReader | PermutedReader = SegmentReader(dataset, kept=self.kept_row_groups)
         if permutation is not None:
             self._reader, spec = permutation.reader(dataset, spec), permutation.spec(spec)
         self._spec = spec

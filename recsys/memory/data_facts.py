@@ -214,11 +214,15 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
     in_processes = role == "train" and decode_in_processes(inputs.config.data.processes, wanted, inputs.world.device)
     making = threads * largest * ((1 + in_processes) * sample.row_bytes + _ORDER_BYTES)
     streams, by_rank = streams_of_a_rank(inputs.config, inputs.world.world_size), []
-    for numbers in inputs.loader(role).row_groups_by_rank():
+    loader = inputs.loader(role)
+    for numbers in loader.row_groups_by_rank():
         read = np.ceil(np.sort(stored[numbers])[::-1]).astype(int)
         sizes = list(map(sample.decoding_bytes, read[:threads].tolist()))
-        # Streams are read one after another, and neighbours are often cut from one row group.
-        decoding = sum(sizes[:1]) + min(1.0, len(numbers) / streams) * sum(sizes[1:])
+        if threads == 1 and loader.kept_row_groups:
+            sizes += map(sample.table_bytes, read[1:CACHED_ROW_GROUPS].tolist())
+        # Streams are read one after another, and neighbours are often cut from one row group, while another is kept.
+        apart = 1 if in_processes else CACHED_ROW_GROUPS
+        decoding = sum(sizes[:apart]) + min(1.0, len(numbers) / streams) * sum(sizes[apart:])
         in_heaps = sample.small_share(int(read.max(initial=0)))
         if len(used) <= CACHED_ROW_GROUPS:  # decoded once, and kept
             cached = used[numbers] if dataset.filter else read

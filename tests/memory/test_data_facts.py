@@ -136,6 +136,16 @@ def test_a_rank_decodes_at_once_what_its_rows_are_cut_from(tmp_path: Path) -> No
     assert first.later < second.later < alone.later
 
 
+@pytest.mark.parametrize(("num_threads", "num_streams"), [(1, 8), (2, 8), (1, 2)])
+def test_a_row_group_is_kept_while_another_is_decoded(num_threads: int, num_streams: int, tmp_path: Path) -> None:
+    """Where streams are shorter than row groups, as eight of three; two decode both."""
+    settings = {"data.num_threads": num_threads, "data.num_streams": num_streams, "data.window_mib": 1}
+    later = facts_of(tmp_path, ROWS // 3, **settings).decoding[0].later
+    table, building = ROWS // 3 * (4 * 8 + 10 * 8 + 4), 2 * ROWS // 3 * 10 * 8
+    expected = table + building + {(1, 8): table, (2, 8): table + building, (1, 2): 0}[num_threads, num_streams]
+    assert 1 < later / expected < 1.4
+
+
 def test_few_windows_are_cut_elsewhere_in_other_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of seven row groups over eight streams; where one of them is whole in two epochs, it is held twice."""
     settings = {"data.window_mib": 1, "train.epochs": 5}
