@@ -203,7 +203,7 @@ def check_predictions(it: RandomRun) -> None:
     assert all(pq.read_table(out)["extra"].equals(rows["extra"]) for out in outs)
     assert_close(scores(outs[0]), scores(outs[1]), close)
     if it.dice.random() < 0.4:
-        given = recsys.open_run(it.run, "train.eval_batch_size=17").predict(rows)
+        given = recsys.open_run(it.run, "train.eval_batch_size=29").predict(rows)
         assert_close(scores_of(given), scores(outs[0]), close)
 
 
@@ -216,8 +216,8 @@ def check_export(it: RandomRun, run: Path | None = None) -> None:
     rows = pq.read_table(it.folder / "test")
     assert_close(scores_of(Scorer(out).score(rows)), scores(predicted), it.near)
     if it.is_retrieval:
-        best = it.new("best")
-        run_recsys("recommend", run, it.folder / "test", best, "--k", 7, "--keep", "extra", *ALWAYS, nproc=it.other)
+        best, nproc = it.new("best"), 1 if it.tolerance(0) else it.other  # between ranks vectors may be rounded
+        run_recsys("recommend", run, it.folder / "test", best, "--k", 7, "--keep", "extra", *ALWAYS, nproc=nproc)
         theirs, mine = pq.read_table(best)["scores"].to_pylist(), Scorer(out).recommend(rows, k=7)["scores"].to_pylist()
         close = 5 * it.near
         for one, other in zip(theirs, mine, strict=True):
