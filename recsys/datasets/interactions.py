@@ -58,8 +58,9 @@ class LogOptions:
     hold_out: str = option(
         "last",
         "last: each user's last item is of test, the one before of valid; random: a tenth of each user's items for "
-        "each, as RecBole does; time: the last tenth of all rows by time is of test, the tenth before of valid",
-        choices=("last", "random", "time"),
+        "each, as RecBole does; time: the last tenth of all rows by time is of test, the tenth before of valid; "
+        "none: all are of train",
+        choices=("last", "random", "time", "none"),
     )
     split_column: str | None = option(
         None, "with train, valid or test in each row, or 0, 1 or 2, or whether it is of test", metavar="COLUMN"
@@ -145,7 +146,9 @@ def _tell_repeats(log: Log, split: np.ndarray) -> None:
 
 
 def _new_split(log: Log, hold_out: str) -> np.ndarray:
-    """Return the split of `--hold-out`. Raises UserError if it would hold nothing out."""
+    """Return the split of `--hold-out`. Raises UserError if it would hold nothing out, and is to."""
+    if hold_out == "none":
+        return np.zeros(len(log.user), np.int8)
     if hold_out == "last":
         split, why = split_last(log.user, log.time), "no user has 3 different items"
     elif hold_out == "random":

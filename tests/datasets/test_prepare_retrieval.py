@@ -68,6 +68,17 @@ def test_the_last_are_held_out_by_time(tmp_path: Path) -> None:
     ]
 
 
+def test_nothing_is_held_out(tmp_path: Path) -> None:
+    options = LogOptions("who", "what", "at", ["age"], ["kind"], hold_out="none")
+    convert_log([log(tmp_path / "log", ROWS)], tmp_path / "out", options)
+    train = sorted(read(tmp_path / "out/train"), key=lambda row: row["at"])
+    assert [(row["who"], row["what"], row["history"]) for row in train] == [
+        *(("ann", "a", []), ("bob", "b", []), ("ann", "b", ["a"]), ("ann", "c", ["a", "b"])),
+        *(("bob", "a", ["b"]), ("ann", "d", ["a", "b", "c"])),
+    ]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir()) == ["items", "train", "users"]
+
+
 def test_a_random_tenth_is_held_out_of_each_users(tmp_path: Path) -> None:
     rows = [{"user_id": user, "item_id": 1000 - item} for item in range(20) for user in range(3)]
     rows += [{"user_id": 99, "item_id": 3000 + item} for item in range(9)]
