@@ -89,8 +89,7 @@ class DataConfig:
     seen_column: str | None = "seen"  # retrieval: items masked when ranking, a list of raw ids
     candidates_column: str | None = None  # of `recsys recommend`: items to choose from, a list of raw ids
     shuffle: bool = True  # false: rows come in the order of the files
-    # A step takes rows of each; no row is decoded twice if it is a multiple of the ranks.
-    num_streams: int = bounded(8, 1, 2**20)
+    num_streams: int = bounded(8, 1, 2**20)  # a step takes rows of each; a multiple of the ranks decodes no row twice
     # Rows of a stream shuffled together, in MiB as held in memory; of each two are held, or all that a batch takes.
     window_mib: int = bounded(64, 1, 2**20)
     drop_last: bool = False  # leave out the rows of data.train that do not fill the last batch of an epoch
@@ -107,8 +106,7 @@ class DataConfig:
     verify_checksums: bool = True  # of pages that have one, as our own writers' do
     retries: int = bounded(3, 0, 100)  # of a read from a remote file system
     max_bad_files: int = bounded(0, 0)  # whose footer cannot be read: leave out up to so many, in place of an error
-    # Rows of row groups that cannot be decoded: give up to so many weight 0, likewise.
-    max_bad_rows: int = bounded(0, 0)
+    max_bad_rows: int = bounded(0, 0)  # of row groups that cannot be decoded: give up to so many weight 0, likewise
 
 
 @dataclass

@@ -46,6 +46,10 @@ def load_footers(path: Path, columns: Sequence[str], text: str | None) -> Cached
     """Return what `save_footers` wrote for the same columns and filter; empty if there is no such file.
 
     A damaged file counts as none, since all of it can be read from the data again.
+
+    Args:
+        columns: the needed ones, and those of them once more that may be missing: footers that were read while others
+            might be have not been looked at for these.
     """
     try:
         table = pq.read_table(path, page_checksum_verification=True)

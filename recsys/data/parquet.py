@@ -37,13 +37,11 @@ def open_dataset(
 ) -> Dataset:
     """Find files, read their footers, and count the rows that match the filter.
 
-    A column that a file does not have may be a Hive partition key in its path (…/day=2026-11-01/part-0.parquet), or is
-    null there if it is one of `options.optional_columns`.
+    A column that a file lacks may be a Hive partition key in its path (…/day=2026-11-01/part-0.parquet), or optional.
 
     Args:
         key: config key of `paths`, for messages. paths: directory, glob, file, URI, or a list of these: `find_files`.
-        columns: needed column → config key that asks for it.
-        max_rows: use the first rows only, of those that match the filter.
+        columns: needed column → config key that asks for it. max_rows: use so many of those that match, the first.
         filter: expression that rows must match; see `parse_filter`. options: how to read.
         cache: file that keeps what footers say and counts, for a resumed run to read only files that have changed.
         like: columns of the data that these go with: a partition key that is text there is so here.
@@ -56,7 +54,6 @@ def open_dataset(
     condition = None if filter is None else parse_filter(filter)
     shown = paths if isinstance(paths, str) else ", ".join(paths)
     of_filter = dict.fromkeys(sorted(condition.columns()), f"{KEY} (for {key})") if condition else {}
-    # Footers that were read while others were optional have not been looked at for those that are not any more.
     read_for = [*columns, *(name for name in options.optional_columns if name in {**columns, **of_filter})]
     cached = CachedFooters() if cache is None else load_footers(cache, read_for, filter)
     parser = FooterParser(key, columns, of_filter, options.optional_columns, cached.layouts, like)
