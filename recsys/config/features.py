@@ -11,6 +11,14 @@ def id_features(config: Config) -> list[str]:
     return [name for name, feature in config.features.items() if feature.type is FeatureType.id]
 
 
+def features_by_table(config: Config) -> dict[str, list[str]]:
+    """Return for each table the id features that name it, in the order of `id_features`."""
+    names: dict[str, list[str]] = {table: [] for table in config.tables}
+    for feature in id_features(config):
+        names[config.features[feature].table or ""].append(feature)
+    return names
+
+
 def model_features(config: Config) -> list[str]:
     """Return the names of the id features that a model reads: without those of further experts."""
     return [name for name in id_features(config) if config.features[name].expert_of is None]

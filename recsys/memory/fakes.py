@@ -65,8 +65,8 @@ def _looked_up(
     config: Config, data: DataFacts, rows: int, dtype: torch.dtype
 ) -> tuple[KeyedTensor | None, dict[str, JaggedTensor]]:
     """Return what the tables give for a batch: vectors of rows, and of single ids."""
-    dims = dims_of(config)
-    by_id = {name: dims.pop(name) for name in list(dims) if config.features[name].table in config.unpooled_tables()}
+    dims, unpooled = dims_of(config), config.unpooled_tables()
+    by_id = {name: dims.pop(name) for name in list(dims) if config.features[name].table in unpooled}
     values = torch.empty(rows, sum(dims.values()), dtype=dtype, requires_grad=True)
     pooled = KeyedTensor(list(dims), list(dims.values()), values) if dims else None
     lengths, jagged = torch.empty(rows, dtype=torch.int32), {}

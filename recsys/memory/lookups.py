@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from recsys.config import Config
 from recsys.config.choices import ROW_SPLITS, ShardingChoice
-from recsys.config.features import dims_of
+from recsys.config.features import dims_of, features_by_table
 from recsys.tables.plan import fbgemm_output
 from recsys.tables.spec import Shard, vector_type
 from recsys.tables.updates import in_fbgemm
@@ -27,6 +27,7 @@ class Lookups:
     def __init__(self, config: Config, shards: Sequence[Shard], ranks: int, on_gpu: bool) -> None:
         self._config, self._shards, self._ranks, self._on_gpu = config, shards, ranks, on_gpu
         self._dims, self._by_id = dims_of(config), config.unpooled_tables()
+        self._features_of = features_by_table(config)
         self.number_bytes = vector_type(config, on_gpu).itemsize
         self.given_bytes = 4 if fbgemm_output(config, on_gpu) is None else self.number_bytes
 
@@ -45,9 +46,8 @@ class Lookups:
         own = shard.sharding_type == "data_parallel"
         rows = rank_rows * (1 if own else self._ranks)
         share = 1 if own else shard.size[0] / self._config.tables[shard.table].num_embeddings
-        for name, feature in self._config.features.items():
-            if feature.table == shard.table:
-                yield name, rows, rows * means[name] * share
+        for name in self._features_of[shard.table]:
+            yield name, rows, rows * means[name] * share
 
     def of_ranks(self, rows: int, means: Mapping[str, float]) -> tuple[int, int, int]:
         """Return the bytes of the vectors that this rank looks up for all ranks, of those the ones that are added up

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from recsys.config import Config, DataType, TableConfig
 from recsys.config.choices import FloatType
-from recsys.config.features import has_weighted_ids, id_features
+from recsys.config.features import features_by_table, has_weighted_ids
 from recsys.runtime.counter_random import make_key, uniform_numbers
 from recsys.runtime.uniform import uniform
 from recsys.tables.module_names import module_name
@@ -58,17 +58,18 @@ def build_embeddings(config: Config) -> tuple[EmbeddingBagCollection | None, lis
     the others, one for each dimension as torchrec requires: the two kinds cannot share weights. The other features of
     such tables are summed in the dense half of a step.
     """
-    by_id, meta = config.unpooled_tables(), torch.device("meta")
+    by_id, meta, features = config.unpooled_tables(), torch.device("meta"), features_by_table(config)
     pooled = [
         # Averages are taken of the sums, in the dense half of a step: torchrec divides by lengths a second time where
         # some averaged tables are split by rows and others are not, and by the wrong ones under grid_shard.
-        EmbeddingBagConfig(pooling=PoolingType.SUM, **_settings(config, name))
+        EmbeddingBagConfig(pooling=PoolingType.SUM, **_settings(config, name, features[name]))
         for name in config.tables
         if name not in by_id
     ]
     unpooled: dict[int, list[EmbeddingConfig]] = {}
     for name in (name for name in config.tables if name in by_id):
-        unpooled.setdefault(config.tables[name].embedding_dim, []).append(EmbeddingConfig(**_settings(config, name)))
+        collection = unpooled.setdefault(config.tables[name].embedding_dim, [])
+        collection.append(EmbeddingConfig(**_settings(config, name, features[name])))
     weighted = has_weighted_ids(config)
     return (
         EmbeddingBagCollection(tables=pooled, device=meta, is_weighted=weighted) if pooled else None,
@@ -76,13 +77,13 @@ def build_embeddings(config: Config) -> tuple[EmbeddingBagCollection | None, lis
     )
 
 
-def _settings(config: Config, table: str) -> dict[str, Any]:
+def _settings(config: Config, table: str, features: list[str]) -> dict[str, Any]:
     settings = config.tables[table]
     return {
         "name": module_name(table),
         "num_embeddings": settings.num_embeddings,
         "embedding_dim": settings.embedding_dim,
-        "feature_names": [f for f in id_features(config) if config.features[f].table == table],
+        "feature_names": features,
         "data_type": _DATA_TYPES[settings.data_type],
     }
 
