@@ -36,6 +36,7 @@ _ALIKE: list[tuple[Callable[[pa.DataType], bool], list[pa.DataType]]] = [
 def write(path: Path, table: pa.Table, group_sizes: list[int], dice: random.Random) -> None:
     """Write a file with row groups of these sizes, 0 too, in a way that is drawn."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    table = table.combine_chunks()  # of lists in a chunk of one row, pyarrow 26 reads none if each is a page of its own
     for attempt in range(50):
         try:
             with pq.ParquetWriter(path, table.schema, **_options(table.schema, dice)) as writer:
