@@ -42,7 +42,7 @@ PROFILED_STEPS = 60
 # The part of a step that an event of the profiler belongs to. Events of the first kind are inside those of the second,
 # and taken off them.
 LOOKUP = re.compile(r"^fbgemm::split_embedding_codegen_lookup|^fbgemm::dense_embedding_codegen_lookup")
-TABLE_BACKWARD = re.compile(r"^fbgemm::split_embedding_backward")
+TABLE_BACKWARD = re.compile(r"^fbgemm::split_embedding_backward.*_wrapper$")  # with the time of the one inside it
 RANGES = {
     "wait": re.compile(r"^next batch$"),
     "input_distribution": re.compile(r"^## (start|wait)_sparse_data_dist"),
