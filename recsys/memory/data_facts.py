@@ -39,12 +39,12 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         mean_ids = {name: float(config.features[name].max_length or 1) for name in id_features(config)}
         windows = 2 * (config.data.window_mib << 20) * streams_of_a_rank(config, world_size)
         id_bytes = 4 if biggest < 1 << 31 else 8
-        source, of_ids = "max_length or 1, since the data cannot be read here", _vocabularies(config, None, {})
+        source, of_counts = "max_length or 1, since the data cannot be read here", _vocabularies(config, None, {}, {})
         counts, evaluated = len(mean_ids) * statistics_bytes(math.inf), _eval_ids(config, {"train": mean_ids})
         decoding = (Decoding(later=windows // 2),) * world_size
         of_batches = _mean_ids(config, mean_ids, world_size)
         return DataFacts(
-            of_batches, id_bytes, windows, decoding, {}, source, *of_ids, statistics_bytes=counts, eval_ids=evaluated
+            of_batches, id_bytes, windows, decoding, {}, source, *of_counts, statistics_bytes=counts, eval_ids=evaluated
         )
     sample = Sample(inputs, "train")
     sizes = {role: -(-dataset.num_rows // world_size) for role, dataset in inputs.datasets.items()}
@@ -57,7 +57,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
     samples["train"] = sample
     of_evaluation = max((samples[role].row_bytes * rows for role, (rows, _) in others.items()), default=0)
     distinct = dict(zip(sample.names, sample.distinct_ids(train_rows), strict=True))
-    vocabularies, counted = _vocabularies(config, inputs, distinct)
+    vocabularies, counted, texts = _vocabularies(config, inputs, distinct, sample.text_bytes())
     vocabularies += _drawn_bytes(inputs)
     return DataFacts(
         mean_ids=_mean_ids(config, sample.mean_ids(), world_size),
@@ -70,6 +70,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         source=sample.source,
         vocabulary_bytes=vocabularies,
         counted_ids=counted,
+        counted_texts=texts,
         counted_bytes=_counted_bytes(inputs, sample, counted),
         statistics_bytes=sum(map(statistics_bytes, distinct.values())),
         num_items=0 if inputs.corpus is None else len(inputs.corpus),
@@ -136,29 +137,36 @@ def _eval_ids(config: Config, means: Mapping[str, Mapping[str, float]]) -> tuple
     return tuple(map(most, ["valid"] if config.model.needs().item_id is None else ["valid", "items"]))
 
 
-def _vocabularies(config: Config, inputs: Inputs | None, distinct: Mapping[str, float]) -> tuple[int, dict[str, int]]:
-    """Return the bytes of vocabularies, their indices and counts of rows, and `DataFacts.counted_ids`.
+def _vocabularies(
+    config: Config, inputs: Inputs | None, distinct: Mapping[str, float], text_bytes: Mapping[str, float]
+) -> tuple[int, dict[str, int], dict[str, float]]:
+    """Return the bytes of vocabularies, their indices and counts of rows, and `DataFacts.counted_ids`, `counted_texts`.
 
     Before the data are counted, a vocabulary is taken to have as many ids as the table has rows for, and no more to
     choose from.
 
     Args:
-        distinct: about how many distinct ids a feature has, where that is known.
+        distinct: about how many distinct ids a feature has, where that is known. text_bytes: of an id of a feature, if
+            it is a text.
     """
     corpus = [] if inputs is None or inputs.corpus is None else [inputs.corpus]
     facts = None if inputs is None else inputs.facts
     if facts is not None:
         indices = sum(map(_index_bytes, [*corpus, *facts.vocabularies.values()]))
-        return indices + sum(counts.nbytes for counts in facts.row_counts.values()), facts.num_counted
+        texts = {name: ids.nbytes / len(ids) for name, ids in facts.vocabularies.items() if is_text(ids.type) and ids}
+        return indices + sum(counts.nbytes for counts in facts.row_counts.values()), facts.num_counted, texts
     tables = {name: table for name, table in config.tables.items() if table.mapping is IdMappingType.vocabulary}
     rows = {name: table.num_embeddings - 1 - table.num_buckets for name, table in tables.items()}
     counted = {name: rows[name] for name, table in tables.items() if table.vocabulary is None}
-    size = sum(index_bytes(n, n * _NUMBER_BYTES) for n in rows.values()) + sum(map(_index_bytes, corpus))
+    texts = {config.features[feature].table or "": size for feature, size in text_bytes.items()}
+    # The index of texts has texts of its own.
+    size = sum(index_bytes(n, int(n * (2 * texts.get(name, 0) or _NUMBER_BYTES))) for name, n in rows.items())
+    size += sum(map(_index_bytes, corpus))
     if (feature := config.model.needs().log_shares_of) is not None:
         num_rows = table_of_feature(config, feature).num_embeddings
         size += _NUMBER_BYTES * num_rows
         counted[counts_of(feature)] = int(min(num_rows, distinct.get(feature, num_rows)))
-    return size, counted
+    return size, counted, texts
 
 
 def _drawn_bytes(inputs: Inputs) -> int:

@@ -41,6 +41,7 @@ class DataFacts:
         vocabulary_bytes: host memory of the vocabularies, of what finds ids in them, of counts of rows, and of items
             that negatives are drawn from.
         counted_ids: by table, distinct ids that its vocabulary is chosen from; by `counts_of` a feature, those counted.
+        counted_texts: by table, the mean bytes of such an id, if it is a text.
         source: where the figures come from, in words.
         statistics_bytes: host memory of the counts of ids, once the data have been seen.
         num_items: items that an evaluation ranks. listed_items: items of a user's lists, on average.
@@ -56,6 +57,7 @@ class DataFacts:
     source: str
     vocabulary_bytes: int = 0
     counted_ids: Mapping[str, int] = field(default_factory=dict)
+    counted_texts: Mapping[str, float] = field(default_factory=dict)
     statistics_bytes: int = 0
     num_items: int = 0
     listed_items: float = 0

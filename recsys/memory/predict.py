@@ -35,8 +35,7 @@ _FORKING_BYTES, _FORKED_BYTES = {False: 176 << 20, True: 301 << 20}, 46 << 20
 # of Computer Programming, 2.5), or somewhat more in random runs. Those of steps lie in the training thread's heap.
 _HOLES = 0.8
 _GLOO_THREADS = 2  # of a group
-# Of a distinct id: counted; and while those of one table are merged, sorted and chosen (measured: 120 to 150).
-_COUNTED_BYTES, _CHOICE_BYTES = 16, 140
+_COUNTED_BYTES, _CHOICE_BYTES = 16, 140  # of a distinct id, beside its text: counted; and, by table, merged and chosen
 _FILL_BYTES = 4 << 20  # temporaries of initial weights on CPU; on GPUs of an element:
 _FILLED_BYTES = 25
 _SYNCHRONISED_BYTES = 250 << 20  # at once, by DistributedDataParallel when it is made
@@ -106,15 +105,16 @@ class _Rank:
 
     def _counting(self) -> dict[str, dict[str, Bytes]]:
         """Return the phase in which vocabularies are counted, if there is one; it comes before the tables."""
-        counts = self._data.counted_ids.values()
-        if not (counts or self._data.counted_bytes):
+        counts, texts, decoding = self._data.counted_ids, self._data.counted_texts, self._data.counted_bytes
+        if not (counts or decoding):
             return {}
-        ranks, most = self._topology.world_size, max(counts, default=0)
-        gathered = 3 * ranks * _COUNTED_BYTES * most if ranks > 1 else 0  # as bytes twice, and as tables
+        ranks = self._topology.world_size if self._topology.world_size > 1 else 0  # numbers thrice, as bytes and tables
+        by_table = [(n, int(n * texts.get(name, 0))) for name, n in counts.items()]
         # Ids are chosen once decoding has ended and given its memory back: the larger of the two makes the peak.
-        choosing, decoding = _CHOICE_BYTES * most + gathered, self._data.counted_bytes
+        sizes = ((_CHOICE_BYTES + 3 * ranks * _COUNTED_BYTES) * n + (1 + ranks) * text for n, text in by_table)
+        choosing = max(sizes, default=0)
         host = {
-            "id_counts": _COUNTED_BYTES * sum(counts) + (choosing if choosing >= decoding else 0),
+            "id_counts": sum(_COUNTED_BYTES * n + text for n, text in by_table) + choosing * (choosing >= decoding),
             "loader_decoding": decoding if decoding > choosing else 0,
             "vocabularies": self._data.vocabulary_bytes,
             "libraries": self._libraries("init"),

@@ -15,6 +15,7 @@ from recsys.data.order import RowGroups
 from recsys.data.parquet import read_head
 from recsys.data.spec import IdColumn
 from recsys.data.window import Columns, Ragged, convert_table
+from recsys.ids import is_text
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
 
 SAMPLE_ROWS, _EVAL_ROWS = 20_000, 2_000
@@ -22,6 +23,7 @@ _LARGE_BATCH = 2.5  # standard deviations above the mean: ids of the largest of 
 _BUILDING = 2  # times the widest column, while it is decoded: buffers that double, pages, levels of lists
 _DICTIONARY_PAGE_BYTES = 1 << 20  # at which writers give a dictionary up
 _COUNTED_IDS = 1 << 18  # of a column, to tell how many are distinct: each takes about 80 bytes while they are counted
+_OFFSET_BYTES = 4  # of a text in Arrow
 _ENTRY_BYTES = 80  # of a distinct text, while the dictionary is built that it is decoded to (measured: 60 to 150)
 
 
@@ -176,6 +178,19 @@ class Sample:
         """Return which share of the columns of so many rows, in bytes, lies in blocks of the heap."""
         sizes = [self.table_bytes(num_rows, [name]) for name in self._columns]
         return sum(size for size in sizes if size < HEAP_BLOCK_BYTES) / max(1.0, sum(sizes))
+
+    def text_bytes(self) -> dict[str, float]:
+        """Return by feature the mean bytes of its ids, and of their offsets; of those that are texts alone."""
+        sizes = {}
+        for name, source in zip(self.names, self._sources, strict=True):
+            column = self._table.column(source).slice(0, _EVAL_ROWS) if source is not None else pa.chunked_array([[]])
+            while pa.types.is_list(column.type):
+                column = pc.list_flatten(column)
+            if pa.types.is_dictionary(column.type):
+                column = column.cast(column.type.value_type)
+            if is_text(column.type):
+                sizes[name] = (pc.mean(pc.binary_length(column)).as_py() or 0) + _OFFSET_BYTES
+        return sizes
 
     def distinct_ids(self, num_rows: int) -> Iterator[float]:
         """Yield for each feature about how many distinct ids so many rows hold."""

@@ -273,6 +273,24 @@ def test_what_a_vocabulary_counts_is_decoded(tmp_path: Path) -> None:
     assert found.counted_bytes > 3 * ROWS * 10 * 8 and found.counted_ids.keys() == {"table"}
 
 
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_vocabulary_of_texts_is_counted_with_these(is_list: bool, tmp_path: Path) -> None:
+    """Of 60 bytes each, once in what is counted, once more while it is chosen, and twice in what finds them."""
+    facts_of(tmp_path, ROWS // 10)
+    sizes = []
+    for texts in (pa.array(range(ROWS)), pa.array([f"{i:060}" for i in range(ROWS)])):
+        ids = pa.ListArray.from_arrays(pa.array(np.arange(ROWS + 1, dtype=np.int32)), texts) if is_list else texts
+        rows = pq.read_table(tmp_path / "rows.parquet").set_column(0, "id0", ids)
+        pq.write_table(rows, tmp_path / "texts.parquet", row_group_size=ROWS // 10)
+        vocabulary = "{num_embeddings: 30000, embedding_dim: 8, mapping: vocabulary, num_buckets: 1}"
+        settings = [f"data.train={tmp_path}/texts.parquet", "features.id0.table=texts", f"tables.texts={vocabulary}"]
+        prediction = rehearse_run(load_config(tmp_path / "config.yaml", settings)).prediction
+        sizes.append(prediction.ranks[0].phases["vocabularies"]["host"])
+    of_numbers, of_texts = sizes
+    assert of_texts["id_counts"] - of_numbers["id_counts"] == pytest.approx(2 * 64 * ROWS, rel=0.01)
+    assert of_texts["vocabularies"] - of_numbers["vocabularies"] == pytest.approx((2 * 64 - 8) * ROWS, rel=0.01)
+
+
 def test_batches_take_what_the_loader_makes(tmp_path: Path) -> None:
     """With vectors and two labels, also where evaluations have larger ones."""
     rng = np.random.default_rng(0)
