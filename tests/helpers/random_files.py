@@ -79,7 +79,7 @@ def _columns(kind: pa.DataType, name: str) -> Iterator[tuple[str, pa.DataType]]:
     elif pa.types.is_nested(kind):
         yield from _columns(kind.value_type, f"{name}.list.element")
     else:
-        yield name, kind.value_type if pa.types.is_dictionary(kind) else kind
+        yield name, kind  # of dictionaries, pyarrow reads no other encoding than theirs and plain
 
 
 def alike(array: pa.Array, dice: random.Random) -> pa.Array:
