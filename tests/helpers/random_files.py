@@ -36,7 +36,6 @@ _ALIKE: list[tuple[Callable[[pa.DataType], bool], list[pa.DataType]]] = [
 def write(path: Path, table: pa.Table, group_sizes: list[int], dice: random.Random) -> None:
     """Write a file with row groups of these sizes, 0 too, in a way that is drawn."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = table.combine_chunks()  # of lists in a chunk of one row, pyarrow 26 reads none if each is a page of its own
     for attempt in range(50):
         try:
             with pq.ParquetWriter(path, table.schema, **_options(table.schema, dice)) as writer:
@@ -56,7 +55,8 @@ def _options(schema: pa.Schema, dice: random.Random) -> dict[str, Any]:
         **{"data_page_version": dice.choice(["1.0", "2.0"]), "write_statistics": dice.random() < 0.7},
         **{"write_page_checksum": dice.random() < 0.5, "write_page_index": dice.random() < 0.3},
     }
-    if dice.random() < 0.4:
+    has_lists = any("list" in str(field.type) for field in schema)
+    if dice.random() < 0.4 and not has_lists:  # of which pyarrow 26 may read no row again where each is a page
         options |= {"data_page_size": dice.choice([1, 64, 1000]), "write_batch_size": dice.choice([1, 7, 64])}
     if dice.random() < 0.3:
         options["dictionary_pagesize_limit"] = dice.choice([16, 200])  # the rest of a column is plain
