@@ -222,14 +222,15 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
     in_processes = role == "train" and decode_in_processes(inputs.config.data.processes, wanted, inputs.world.device)
     making = threads * largest * ((1 + in_processes) * sample.row_bytes + _ORDER_BYTES)
     streams, by_rank = streams_of_a_rank(inputs.config, inputs.world.world_size), []
-    loader = inputs.loader(role)
+    loader, follows = inputs.loader(role), role == "train" and _reaches_second_epoch(inputs)
     for numbers in loader.row_groups_by_rank():
         read = np.ceil(np.sort(stored[numbers])[::-1]).astype(int)
         sizes = list(map(sample.decoding_bytes, read[:threads].tolist()))
         if threads == 1 and loader.kept_row_groups:
             sizes += map(sample.table_bytes, read[1:CACHED_ROW_GROUPS].tolist())
-        # Streams are read one after another, and neighbours are often cut from one row group, while another is kept.
-        apart = 1 if in_processes else CACHED_ROW_GROUPS
+        # Streams are read one after another, and neighbours are often cut from one row group; but where an epoch
+        # follows another, a row group of the one is there while one of the next is decoded.
+        apart = CACHED_ROW_GROUPS if follows and not in_processes else 1
         decoding = sum(sizes[:apart]) + min(1.0, len(numbers) / streams) * sum(sizes[apart:])
         in_heaps = sample.small_share(int(read.max(initial=0)))
         if len(used) <= CACHED_ROW_GROUPS:  # decoded once, and kept
@@ -239,6 +240,13 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
         else:
             by_rank.append((0, int(making + decoding), int(in_heaps * (making + decoding))))
     return by_rank
+
+
+def _reaches_second_epoch(inputs: Inputs) -> bool:
+    """Return whether rows of a second epoch are read, which is so before the first has been trained on."""
+    train = inputs.config.train
+    most = math.inf if train.max_steps is None else train.max_steps * train.global_batch_size
+    return train.epochs > 1 and most > inputs.datasets["train"].num_rows / 2
 
 
 def _decoding_by_rank(

@@ -138,12 +138,17 @@ def test_a_rank_decodes_at_once_what_its_rows_are_cut_from(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("num_threads", "num_streams"), [(1, 8), (2, 8), (1, 2)])
 def test_a_row_group_is_kept_while_another_is_decoded(num_threads: int, num_streams: int, tmp_path: Path) -> None:
-    """Where streams are shorter than row groups, as eight of three; two decode both."""
+    """Where streams are shorter than row groups, as eight of three, and epochs follow; two threads decode both."""
     settings = {"data.num_threads": num_threads, "data.num_streams": num_streams, "data.window_mib": 1}
-    later = facts_of(tmp_path, ROWS // 3, **settings).decoding[0].later
+    settings |= {"train.epochs": 9, "train.global_batch_size": 1000}
+    later, of_one_epoch = (
+        facts_of(tmp_path, ROWS // 3, **settings, **{"train.max_steps": steps}).decoding[0].later
+        for steps in (ROWS // 1000, ROWS // 3000)
+    )
     table, building = ROWS // 3 * (4 * 8 + 10 * 8 + 4), 2 * ROWS // 3 * 10 * 8
-    expected = table + building + {(1, 8): table, (2, 8): table + building, (1, 2): 0}[num_threads, num_streams]
-    assert 1 < later / expected < 1.4
+    second = {(1, 8): table, (2, 8): table + building, (1, 2): 0}[num_threads, num_streams]
+    assert 1 < later / (table + building + second) < 1.4
+    assert 1 < of_one_epoch / (table + building + second * 3 / 8) < 1.4
 
 
 def test_few_windows_are_cut_elsewhere_in_other_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
