@@ -55,7 +55,8 @@ def export_table(source: Path, table: str, out: Path) -> int:
             f"checkpoint '{path}' has no table '{table}'{nearest(table, tables)} (known: {', '.join(sorted(tables))})"
         )
     prefix = f"{TABLE_OPTIMIZER}{table}/"
-    columns = {VECTOR: TABLES + table} | {n.removeprefix(prefix): n for n in marker.tensors if n.startswith(prefix)}
+    states = sorted(name for name in marker.tensors if name.startswith(prefix))  # ranks name them in any order
+    columns = {VECTOR: TABLES + table} | {name.removeprefix(prefix): name for name in states}
     vocabulary = None
     if (name := f"{table}.parquet") in marker.facts:
         check_facts(path, marker, [name])
