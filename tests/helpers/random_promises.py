@@ -332,7 +332,7 @@ def write(folder: Path, seed: int, nproc: int) -> Path:
     if config["data"].get("max_bad_files"):
         (folder / "train" / "part=1" / "bad.parquet").write_bytes(b"no footer")
     if config["data"].get("optional_columns"):
-        file = folder / "train" / "part=0" / "rows.parquet"
+        file = min((folder / "train").rglob("*/?.parquet"))
         pq.write_table(pq.read_table(file, partitioning=None).drop_columns("extra"), file, row_group_size=71)
     return path
 
