@@ -1,7 +1,7 @@
 """Trials of compressions of a finished run, in memory: its metrics with quantised vectors, pruned rows and neurons."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -235,10 +235,8 @@ class Trials:
         lengths = {}
         for name, weights in self._weights.items():
             squares = torch.zeros(weights.size()[0])
-            for (_, (row, _)), shard in zip(local_shards(weights), self._trained[name], strict=True):
-                for block in shard.split(_ROWS_AT_ONCE):
-                    squares[row : row + len(block)] += block.float().square().sum(1).cpu()
-                    row += len(block)
+            for row, _, block in self._blocks(name):
+                squares[row : row + len(block)] += block.square().sum(1).cpu()
             lengths[name] = (self.world.sum(squares) if hasattr(weights, "local_shards") else squares).sqrt().numpy()
         return lengths
 
@@ -279,12 +277,16 @@ class Trials:
         """Return the shared vector, as trained, of the rows of a table that are not kept: [columns] FP32."""
         weights = self._weights[table]
         vector = torch.zeros(weights.size()[1])
-        for (_, (row, column)), shard in zip(local_shards(weights), self._trained[table], strict=True):
-            for block in shard.split(_ROWS_AT_ONCE):
-                part = pruning.weights[row : row + len(block)].to(block.device) @ block.float()
-                vector[column : column + block.shape[1]] += part.cpu()
-                row += len(block)
+        for row, column, block in self._blocks(table):
+            part = pruning.weights[row : row + len(block)].to(block.device) @ block
+            vector[column : column + block.shape[1]] += part.cpu()
         return self.world.sum(vector) if hasattr(weights, "local_shards") else vector
+
+    def _blocks(self, table: str) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield parts of this rank's rows of a table, as trained and in FP32, each behind its first row and column."""
+        for (_, (row, column)), shard in zip(local_shards(self._weights[table]), self._trained[table], strict=True):
+            for number, block in enumerate(shard.split(_ROWS_AT_ONCE)):
+                yield row + number * _ROWS_AT_ONCE, column, block.float()
 
     def _copied(self, table: str, shard: torch.Tensor) -> torch.Tensor:
         # What lies in host memory beside a GPU does so because the GPU lacks room for it.
