@@ -221,12 +221,14 @@ def copied_files(train: Dataset) -> list[str]:
 def absent_columns(train: Dataset) -> list[str]:
     """Return sentences on columns that may be missing in some files of data.train, and are so in all."""
     there = {name for number in np.unique(train.file_layouts).tolist() for name in train.layouts[number].names}
-    there |= {key for path in train.row_groups.paths for key in partition_keys(path)}
+    absent = [name for name in train.options.optional_columns if name in train.columns and name not in there]
+    if absent:  # paths are many
+        there = {key for path in train.row_groups.paths for key in partition_keys(path)}
     return [
         f"config key 'data.optional_columns': no file of {train.key} has column '{column}', so that it is null in "
         f"every row; mend its name, if it is misspelt"
-        for column in train.options.optional_columns
-        if column in train.columns and column not in there
+        for column in absent
+        if column not in there
     ]
 
 
