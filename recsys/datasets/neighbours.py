@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
+from recsys.runtime.loops import distinct
+
 _PAIRS_AT_ONCE = 1 << 22
 
 
@@ -17,7 +19,7 @@ def neighbour_lists(lists: pa.ListArray, most: int) -> tuple[pa.ListArray, pa.Li
     encoded = lists.flatten().dictionary_encode()
     num_lists, num_items = len(lists), len(encoded.dictionary)
     of_list = np.repeat(np.arange(num_lists), np.diff(lists.offsets.to_numpy()))
-    pairs = np.unique(of_list * num_items + encoded.indices.to_numpy())  # a list has an item once
+    pairs = distinct(of_list * num_items + encoded.indices.to_numpy())  # a list has an item once
     row, item = np.divmod(pairs, num_items)
     neighbours, weights = _neighbours(row, item, num_lists, num_items, most)
     nothing = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
@@ -58,10 +60,10 @@ def _of_lists(
         stop = int(np.searchsorted(row, row[min(start + step, len(row)) - 1], side="right"))  # whole lists
         near = neighbours[item[start:stop]]
         keys = row[start:stop, None] * num_items + near
-        distinct, place = np.unique(keys[near >= 0], return_inverse=True)
+        pairs, place = np.unique(keys[near >= 0], return_inverse=True)
         yield (
-            distinct // num_items,
-            distinct % num_items,
-            np.bincount(place, weights[item[start:stop]][near >= 0], len(distinct)),
+            pairs // num_items,
+            pairs % num_items,
+            np.bincount(place, weights[item[start:stop]][near >= 0], len(pairs)),
         )
         start = stop

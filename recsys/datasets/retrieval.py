@@ -12,6 +12,7 @@ import pyarrow as pa
 from recsys.datasets.neighbours import neighbour_lists
 from recsys.datasets.writer import ROW_GROUP_ROWS, write_parts
 from recsys.errors import UserError
+from recsys.runtime.loops import distinct
 
 FILE_ROWS = 16 * ROW_GROUP_ROWS
 HISTORY = 50
@@ -173,7 +174,7 @@ def write_retrieval(
         write_files([lists], len(lists), folder / "train", files=4)
     earlier = Timeline(log, split < 2, most)
     for name, held_out, seen in (("valid", valid, train), ("test", test, earlier)):
-        user = np.unique(log.user[held_out.rows])
+        user = distinct(log.user[held_out.rows])
         if len(user):
             queries = _queries(log, user, held_out, seen, seen if last else train)
             write_files(queries, len(user), folder / name, files=2)
@@ -183,7 +184,7 @@ def write_retrieval(
 def write_users(folder: Path, log: Log, most: int = HISTORY) -> None:
     """Write a row for each user, to recommend to: the last ``most`` of all their items, and all as seen."""
     every = Timeline(log, np.ones(len(log.user), np.bool_), most)
-    user = np.unique(log.user)
+    user = distinct(log.user)
     write_files(_queries(log, user, None, every, every), len(user), folder, files=2)
 
 
@@ -193,7 +194,7 @@ def _lists_of_users(log: Log, train: Timeline, is_cut: bool, num_neighbours: int
     The last item of a row is then the first of the user's next one: each item but the first follows another once.
     Raises UserError where no user has two.
     """
-    user = np.unique(log.user[train.rows])
+    user = distinct(log.user[train.rows])
     counts = train.starts(user + 1) - train.starts(user)
     user, counts = user[counts > 1], counts[counts > 1]
     if not len(user):

@@ -7,7 +7,7 @@ import pyarrow.compute as pc
 from recsys.errors import UserError
 from recsys.ids.hashing import IdKeys, keys_of_one_kind
 from recsys.ids.mappings import IdMapping, expected_share, share_of_collisions
-from recsys.runtime.loops import modulo
+from recsys.runtime.loops import distinct, modulo
 
 _PLACES_PER_ID = 4  # 2 at least; the more, the fewer ids share a place
 _LAST = np.uint64(2**64 - 1)
@@ -144,7 +144,7 @@ class VocabularyMapping(IndexMapping):
         used = shared = expected_share(num_absent, self._num_buckets)
         if weight == 1:
             buckets = self._bucket(absent)[:, None]
-            used, shared = len(np.unique(buckets)) / self._num_buckets, share_of_collisions(buckets)
+            used, shared = len(distinct(buckets)) / self._num_buckets, share_of_collisions(buckets)
         share_used = (num_found + used * self._num_buckets) / (self.num_rows - 1)
         return share_used, num_absent * shared / max(1.0, num_found + num_absent)
 

@@ -12,6 +12,7 @@ from recsys.runtime.loops import (
     CHUNK,
     NO_SAMPLE,
     are_compiled,
+    distinct,
     modulo,
     take_rows,
     write_remainders,
@@ -95,7 +96,7 @@ class IdMapping:
     def _exact_usage(self, hashes: np.ndarray) -> tuple[float, float]:
         rows = np.empty(len(hashes) * self.rows_per_id, np.int64)
         self._write(IdKeys(hashes), 0, np.stack([hashes, hashes, hashes]), rows)
-        return len(np.unique(rows)) / (self.num_rows - 1), share_of_collisions(rows.reshape(-1, self.rows_per_id))
+        return len(distinct(rows)) / (self.num_rows - 1), share_of_collisions(rows.reshape(-1, self.rows_per_id))
 
 
 class HashMapping(IdMapping):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys.runtime.loops import Sample, pick_unseen, second_place
+from recsys.runtime.loops import Sample, distinct, pick_unseen, second_place
 
 if TYPE_CHECKING:
     from recsys.ids.mappings import IdMapping
@@ -79,7 +79,7 @@ class IdStatistics:
         if len(unseen):
             with self._lock:
                 # Sorting takes Python's lock several times, and a few hashes have hardly any duplicates.
-                unseen = np.unique(unseen) if len(unseen) > _FEW_UNSEEN else unseen.copy()
+                unseen = distinct(unseen) if len(unseen) > _FEW_UNSEEN else unseen.copy()
                 if self._not_passed_on is not None:
                     self._not_passed_on.append(unseen)
                 self._take_in(unseen)
@@ -149,7 +149,7 @@ class IdStatistics:
 
     def _merge(self) -> None:
         """Merge the new hashes into the sample; called with the lock held."""
-        hashes = np.unique(np.concatenate([self._hashes, *self._new]))
+        hashes = distinct(np.concatenate([self._hashes, *self._new]))
         hashes = hashes[hashes <= np.uint64(self._limit - 1)]
         while len(hashes) > self._size:
             self._limit //= 2

@@ -125,6 +125,12 @@ def mix(x: np.ndarray, scratch: np.ndarray) -> None:
     np.bitwise_xor(x, scratch, x)
 
 
+def distinct(numbers: np.ndarray) -> np.ndarray:
+    """Return the distinct ones of numbers, ascending."""
+    # Asked for these alone, NumPy from 2.3 on hashes, which took up to 27 times as long (numpy/numpy#31969).
+    return np.unique(numbers, return_counts=True)[0]
+
+
 def modulo(x: np.ndarray, divisor: int, scratch: np.ndarray) -> None:
     """Reduce uint64 `x` in place to x % divisor; `scratch` is uint64 of the same shape, overwritten."""
     # NumPy's own remainder does not use vector instructions, its division by a constant does.
