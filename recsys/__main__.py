@@ -70,6 +70,7 @@ COMMANDS = {
     "report": "write a run's page, report.html: curves, memory, plan, ids; also of one that failed or still goes on",
     "compare": "compare runs: config keys that differ, results, and curves over each other in one HTML page",
     "sweep": "search over settings of a config, on any number of processes, with a table and a plot",
+    "inspect": "tell what the columns of a log hold, and write a config to begin with",
     "prepare": "write training data as Parquet: a public data set, synthetic logs, or your own files",
     "tables": "export a table of a checkpoint as Parquet",
 }
@@ -85,14 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=about, add_help=False)
     with mistakes_told():
         command = parser.parse_args(words[:1]).command
-    alone = {"prepare": prepare, "semantic-ids": semantic_ids, "sweep": sweep, "calibrate": calibrate}
-    alone |= {"compress": compress, "export": export, "tables": tables}
-    if command in alone:
+    alone = {"prepare": prepare, "sweep": sweep, "calibrate": calibrate, "compress": compress, "export": export}
+    if command in (alone := alone | {"tables": tables}):
         return alone[command](words[1:])
-    if command in ("predict", "recommend", "embeddings"):
-        return predict(words[1:], command)
-    if command in ("report", "compare"):
-        return report(words[1:], command)
+    named = {"predict": predict, "recommend": predict, "embeddings": predict, "report": report, "compare": report}
+    if command in (named := named | {"inspect": files, "semantic-ids": files}):
+        return named[command](words[1:], command)
     return train(words[1:], f"recsys {command}", command)
 
 
@@ -173,12 +172,15 @@ def compress(arguments: Sequence[str]) -> int:
         return compress_run(run, trained, words.out, request)
 
 
-def semantic_ids(arguments: Sequence[str]) -> int:
-    """Write codes of items; return the exit status 0, or end the process with a mistake of the user in one sentence."""
+def files(arguments: Sequence[str], command: str) -> int:
+    """Read Parquet without a run; return the exit status 0, or end the process with a mistake of the user."""
+    exit_unless_installed("numpy", "pyarrow")
     with mistakes_told():
-        from recsys.serving.semantic_ids import main as write_codes
-
-        return write_codes(_parser_of("semantic-ids"), arguments)
+        if command == "inspect":
+            from recsys.datasets.inspect import main as carry_out
+        else:
+            from recsys.serving.semantic_ids import main as carry_out
+        return carry_out(_parser_of(command), arguments)
 
 
 def sweep(arguments: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from recsys.data.filters import written
 from recsys.data.footers import metadata_of, opened, schema_read
 from recsys.data.parquet import unified
 from recsys.data.sources import find_files
-from recsys.data.storage import partition_column, partition_keys, reason
+from recsys.data.storage import Storage, partition_column, partition_keys, reason
 from recsys.datasets.writer import told_of
 from recsys.errors import UserError, nearest
 from recsys.ids import is_text, raw_times, read_keys
@@ -41,7 +41,7 @@ class LogFiles:
         flag: by which the user named the paths, for messages.
     """
 
-    def __init__(self, flag: str, paths: Sequence[Path]) -> None:
+    def __init__(self, flag: str, paths: Sequence[Path | str]) -> None:
         with told_of(flag, f"config key '{flag}'"):
             self._files = find_files(flag, list(map(str, paths)))
         keys = {key for name in self._files.names for key in partition_keys(name)}
@@ -55,7 +55,7 @@ class LogFiles:
         name = self._files.names[number]
         with _told(name):
             footer = metadata_of(self._files.storage, name, int(self._files.sizes[number]))
-        return LogFile(name, footer, self._key_kinds)
+        return LogFile(name, self._files.storage, footer, self._key_kinds)
 
 
 class LogFile:
@@ -64,23 +64,33 @@ class LogFile:
     Attributes:
         name: its path.
         columns: all that it has, without fields; those of the path come last.
+        leaves: the same, but of structs their fields.
         num_row_groups: that it has.
     """
 
-    def __init__(self, name: str, footer: pq.FileMetaData, key_kinds: dict[str, pa.DataType]) -> None:
-        self.name, self._footer, self._key_kinds = name, footer, key_kinds
+    def __init__(self, name: str, storage: Storage, footer: pq.FileMetaData, key_kinds: dict[str, pa.DataType]) -> None:
+        self.name, self._storage, self._footer, self._key_kinds = name, storage, footer, key_kinds
         self._keys, self._arrow = partition_keys(name), schema_read(footer)
         self._stored = places(self._arrow, footer.schema)
         self.columns = list(dict.fromkeys([*self._arrow.names, *self._keys]))
+        self.leaves = list(dict.fromkeys([*names_in(self._arrow), *self._keys]))
         self.num_row_groups = footer.num_row_groups
 
     @cached_property
     def _opened(self) -> pq.ParquetFile:
-        return opened(self.name, self._footer, page_checksum_verification=True)
+        return opened(self._storage.open(self.name), self._footer, page_checksum_verification=True)
 
     def has(self, column: str) -> bool:
         """Return whether the file has a column, a field of a struct or a key in its path with this name."""
         return column in self._stored or column in self._keys
+
+    def dtype(self, column: str) -> pa.DataType:
+        """Return the type of a column that the file has."""
+        return self._stored[column].dtype if column in self._stored else self._key_kinds[column]
+
+    def num_rows(self, row_group: int) -> int:
+        """Return the rows of a row group."""
+        return int(self._footer.row_group(row_group).num_rows)
 
     def read(self, names: Sequence[str], row_groups: Sequence[int] | None = None) -> pa.Table:
         """Return columns of some row groups, or of all. Raises UserError for one that is missing or there twice."""
@@ -89,8 +99,7 @@ class LogFile:
             if (count := self._arrow.names.count(outer)) > 1:
                 raise UserError(f"{self.name} has {count} columns {outer!r}, and may have one")
         if missing := [column for column in names if not self.has(column)]:
-            present = list(dict.fromkeys([*names_in(self._arrow), *self._keys]))
-            others = f"only {', '.join(present)}{nearest(missing[0], present)}"
+            others = f"only {', '.join(self.leaves)}{nearest(missing[0], self.leaves)}"
             raise UserError(f"{self.name} has no column {missing[0]!r}, {others}")
         numbers = range(self.num_row_groups) if row_groups is None else row_groups
         with _told(self.name):

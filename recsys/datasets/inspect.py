@@ -1,0 +1,77 @@
+"""`recsys inspect`: a table of what the columns of a log hold, and a config to begin with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from recsys.datasets.logs import LogFiles
+from recsys.datasets.proposal import Use, config_of, label_of, shown, uses_of
+from recsys.datasets.survey import Column, survey
+from recsys.errors import UserError
+from recsys.runtime.arguments import Parser
+from recsys.runtime.files import prepare_output, write_output
+
+
+def main(parser: Parser, arguments: Sequence[str]) -> int:
+    """Carry out `recsys inspect`, whose arguments the parser gets here; return the exit status 0."""
+    parser.add_argument("data", metavar="DATA", nargs="+", help="Parquet: directories, globs or files to train on")
+    parser.add_argument(
+        "--valid", metavar="PATH", nargs="+", help="rows to evaluate on; default: DATA/valid, or the last tenth by time"
+    )
+    about = "column of 0 and 1, or a condition as of data.filter; default: the only column that can be it"
+    parser.add_argument("--label", metavar="LABEL", help=about)
+    parser.add_argument(
+        "--out",
+        metavar="CONFIG.yaml",
+        type=Path,
+        help="file to write, which is not there; default: the config is printed",
+    )
+    words = parser.parse_args(arguments)
+    if words.out is not None:
+        prepare_output(words.out, "--out")
+        if words.out.exists():
+            raise UserError(f"--out: '{words.out}' is there already; name another file, or remove it")
+    paths = _paths(words.data, words.valid)
+    files = LogFiles("DATA", paths["train"])
+    columns = survey(files)
+    rows = max(column.num_rows for column in columns.values())
+    if not rows:
+        raise UserError(f"DATA: there are no rows in {', '.join(paths['train'])}")
+    label, of_items = None, []
+    if "items" in paths and words.label is None:
+        of_items = LogFiles("DATA", paths["items"]).open(0).leaves
+    else:
+        label = label_of(columns, words.label)
+    uses = uses_of(columns, label, files)
+    print(f"{', '.join(paths['train'])}: {rows:,} rows\n\n{_table(columns, uses)}\n")
+    text = config_of(columns, uses, label, paths, of_items)
+    if words.out is None:
+        print(text, end="")
+        return 0
+    write_output(words.out, text)
+    print(f"{words.out}: read it, then `recsys dry-run {words.out}` and `recsys train {words.out}`")
+    return 0
+
+
+def _paths(data: Sequence[str], valid: Sequence[str] | None) -> dict[str, Sequence[str]]:
+    """Return the paths of data.train, data.valid and so on: folders of a folder, as `recsys prepare` writes them."""
+    paths = {"train": data} | ({"valid": valid} if valid else {})
+    folder = os.path.join(data[0], "")
+    if len(data) > 1 or not os.path.isdir(f"{folder}train"):
+        return paths
+    below = {role: [folder + role] for role in ("train", "valid", "test", "items") if os.path.isdir(folder + role)}
+    return below | paths | {"train": below["train"]}
+
+
+def _table(columns: Mapping[str, Column], uses: Mapping[str, Use]) -> str:
+    rows = [("column", "type", "nulls", "distinct", "values", "use")]
+    for name, column in columns.items():
+        nulls = f"{column.num_nulls / max(1, column.num_rows):.2%}" if column.num_nulls else "0"
+        use = uses[name].kind if uses[name].kind != "none" else f"none: {uses[name].why}"
+        rows.append((name, str(column.dtype), nulls, f"{column.num_distinct:,}", shown(column), use))
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

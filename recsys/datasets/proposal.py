@@ -1,0 +1,316 @@
+"""A config for a log, by what its columns hold: a DLRM ranker with an id feature, a list or a number for each."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from recsys.data.filters import written
+from recsys.datasets.leaks import auc_alone, sample
+from recsys.datasets.logs import LogFiles
+from recsys.datasets.survey import Column
+from recsys.datasets.writer import columns_where, is_true
+from recsys.errors import UserError, nearest
+from recsys.ids import is_text
+
+_LABEL = re.compile(r"(?i)(^|_|is)(label|target|click|purchase|buy|bought|conver|like|order)")
+_ID = re.compile(r"(?i)(^|_)id$|Id$|code$|zip")
+_PLAIN = re.compile(r"[A-Za-z_][\w-]*")
+_MOST_LENGTH = 100  # of lists, by default
+_FEW_ROWS, _FEWER_ROWS = 1_000_000, 50_000
+_TELLS = 0.98  # AUC
+_LARGE = 10  # numbers further from 0 than this are made smaller
+_ROWS_OF_AN_ID = 10
+_MOST_SPARE_ROWS = 10_000_000
+
+
+class Use(NamedTuple):
+    """What a column is proposed to be.
+
+    Attributes:
+        kind: id, number, vector, time, label or none.
+        why: it is so, or what to look at, for the user; may be empty.
+    """
+
+    kind: str
+    why: str = ""
+
+
+class Label(NamedTuple):
+    """What is learned.
+
+    Attributes:
+        columns: that it is made of. yaml: what stands in the config, in section data.
+        condition: as of data.filter, of the rows with label 1; None of a label that is any number.
+    """
+
+    columns: Sequence[str]
+    yaml: str
+    condition: str | None
+
+
+def label_of(columns: Mapping[str, Column], text: str | None) -> Label:
+    """Return the label that `text` names, a column or a condition as of data.filter; by default the one of 0 and 1.
+
+    Raises:
+        UserError: there is no such column, or none that is the only one of 0 and 1 or named as a label is.
+    """
+    if text is None:
+        candidates = [name for name, column in columns.items() if _is_binary(column)]
+        named = [name for name in candidates if _LABEL.search(name)]
+        if len(named or candidates) != 1:
+            raise UserError(
+                f"which column is the label is not clear: {', '.join(candidates) or 'none'} hold 0 and 1; name it by "
+                f"--label COLUMN, or a condition, as by --label 'rating >= 4'"
+            )
+        (text,) = named or candidates
+    if text not in columns:
+        named = columns_where(text, "--label")
+        for name in named:
+            if name not in columns:
+                others = f"only {', '.join(columns)}{nearest(name, columns)}"
+                raise UserError(f"--label: there is no column {name!r}, {others}")
+        return Label(named, f"labels: {{label: {_text(text)}}}", text)
+    column, name = columns[text], written(text)
+    if column.is_list or column.least is None or is_text(column.element):
+        raise UserError(f"--label: {text!r} holds no numbers; write a condition, as --label \"{name} == 'buy'\"")
+    binary = _is_binary(column)
+    if binary and not column.num_nulls:
+        yaml = f"label_column: {_text(text)}"
+    else:
+        loss, nulls = "" if binary else ", loss: squared", ", nulls: unknown" if column.num_nulls else ""
+        yaml = f"labels: {{label: {{column: {_text(text)}{loss}{nulls}}}}}"
+    condition = name if pa.types.is_boolean(column.element) else f"{name} == 1"
+    return Label([text], yaml, condition if binary else None)
+
+
+def uses_of(columns: Mapping[str, Column], label: Label | None, files: LogFiles) -> dict[str, Use]:
+    """Return what each column is proposed to be; none for those that tell the label alone, by a sample of the rows."""
+    uses = {name: _use(column) for name, column in columns.items()}
+    if label is None:
+        return uses
+    uses |= dict.fromkeys(label.columns, Use("label"))
+    if label.condition is None:
+        return uses
+    suspects = [name for name, use in uses.items() if use.kind in ("id", "number") and not columns[name].is_list]
+    rows = sample(files, [*label.columns, *suspects])
+    positive = is_true(rows, label.condition, "--label")
+    known = positive.is_valid()
+    rows, positive = rows.filter(known), positive.filter(known).to_numpy(zero_copy_only=False)
+    for name in suspects:
+        if (auc := auc_alone(rows[name].combine_chunks(), positive)) > _TELLS:
+            uses[name] = Use("none", f"it tells the label (AUC {auc:.3f} alone), so is it known before?")
+    return uses
+
+
+def _use(column: Column) -> Use:
+    if column.problem:
+        return Use("none", column.problem)
+    if column.num_odd:
+        return Use("none", f"{column.num_odd:,} values are NaN or infinite; write null for an unknown number")
+    if not column.num_distinct:
+        return Use("none", "no values")
+    if column.is_list and not column.is_whole:
+        (lengths,) = column.lengths[1:].nonzero()
+        return Use("vector") if len(lengths) == 1 else Use("none", "numbers, as many as a row happens to have")
+    if column.is_list:
+        return Use("id")
+    if column.num_distinct == 1 and not column.num_nulls:
+        return Use("none", "one value")
+    if column.is_time:
+        return Use("time", "a time, and new rows have later ones than those learned of")
+    if _is_binary(column) and _LABEL.search(column.name):
+        return Use("none", "another label?")
+    if not column.is_whole or pa.types.is_boolean(column.element) or pa.types.is_temporal(column.element):
+        return Use("number")
+    if pa.types.is_floating(column.element) and not column.num_nulls:  # with nulls pandas makes floats of integers
+        return Use("number")
+    if column.num_distinct > 0.9 * (column.num_rows - column.num_nulls):
+        return Use("none", "hardly a value is there twice")
+    if not is_text(column.element) and column.num_distinct > 1000 and not _ID.search(column.name):
+        return Use("id", "if these are numbers: {type: float, log1p: true}, and no table")
+    return Use("id")
+
+
+def _is_binary(column: Column) -> bool:
+    return not column.is_list and column.is_whole and (column.least, column.greatest) == (0, 1)
+
+
+def shown(column: Column) -> str:
+    """Return what the values of a column are, in a few words."""
+    if column.least is None:
+        return ""
+    ends = [_value(end) for end in (column.least, column.greatest)]
+    values = " … ".join(dict.fromkeys(ends))
+    if column.is_list:
+        lengths = column.lengths
+        mean = lengths @ range(len(lengths)) / max(1, lengths.sum())
+        values += f"; {lengths.nonzero()[0][0]:,} to {len(lengths) - 1:,} in a row, {mean:.1f} in the mean"
+    return values
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool | float):
+        return f"{value:.4g}" if isinstance(value, float) else str(value).lower()
+    text = value.isoformat(" ", "seconds") if isinstance(value, datetime) else str(value)
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return text if len(text) <= 25 else f"{text[:24]}…"
+
+
+def config_of(
+    columns: Mapping[str, Column],
+    uses: Mapping[str, Use],
+    label: Label | None,
+    paths: Mapping[str, Sequence[str]],
+    of_items: Sequence[str] = (),
+) -> str:
+    """Return a config, as YAML with comments.
+
+    Args:
+        columns: by name, and uses: what each is to be.
+        label: of a ranker; None: two towers.
+        paths: of data.train, and of data.valid, data.test and data.items where there are any.
+        of_items: columns of data.items, the ids first.
+
+    Raises:
+        UserError: no column is one of ids.
+    """
+    names = _feature_names([name for name, use in uses.items() if use.kind in ("id", "number", "vector")])
+    ids = {name: columns[name] for name in names if uses[name].kind == "id"}
+    if not ids:
+        raise UserError(f"no column holds ids, which a model needs: {', '.join(columns)}")
+    tables = _tables(ids, names)
+    num_rows = max(column.num_rows for column in columns.values())
+    many = num_rows >= _FEW_ROWS
+    lines = ["data:", *(f"  {role}: {_texts(paths[role])}" for role in paths)]
+    if "valid" not in paths:
+        lines += [f"  valid: {_texts(paths['train'])}", f"  filter: {_cut(columns, uses)}"]
+    lines += (
+        [f"  {label.yaml}", "features: # leave out what is known only once the label is"] if label else ["features:"]
+    )
+    for name, column in columns.items():
+        lines.append(_feature(column, uses[name], names.get(name, ""), tables.get(name, "")))
+    hashed = f"ids are hashed to rows, {_ROWS_OF_AN_ID} for each of today's ids"
+    lines.append(
+        f"tables: # {hashed if label else 'an id has its own row, as those that share one are found together'}"
+    )
+    for table in dict.fromkeys(tables.values()):
+        sharing = [ids[name] for name in ids if tables[name] == table]
+        lines.append(_table(table, sharing, 32 if many else 16, hashed=label is not None))
+    model, metric = _ranker(label, len(names)) if label else _towers(names, of_items)
+    stop = f", early_stop: {{metric: {metric}}}" if metric and not many else ""
+    size = 8192 if many else 1024 if num_rows >= _FEWER_ROWS else 256
+    lines += [model, f"train: {{global_batch_size: {size}, epochs: {1 if many else 5}, eval_every_epochs: 1{stop}}}"]
+    return "\n".join(filter(None, lines)) + "\n"
+
+
+def _ranker(label: Label, num_features: int) -> tuple[str, str]:
+    """Return a DLRM's section of a config, and the metric by which the best step is chosen; empty: none."""
+    alone = ", interaction: dot_and_embeddings" if num_features == 1 else ""
+    return f"model: {{name: dlrm, top_mlp: [256, 64]{alone}}}", "auc" if label.condition else ""
+
+
+def _towers(names: Mapping[str, str], of_items: Sequence[str]) -> tuple[str, str]:
+    """Return what `_ranker` does, of two towers. Raises UserError if one has no feature."""
+    items = [names[name] for name in of_items if name in names]
+    users = [name for column, name in names.items() if column not in of_items]
+    if not (items and users):
+        raise UserError(
+            f"two towers need columns of users and of items: data.train has {', '.join(names)}, and data.items has "
+            f"{', '.join(of_items)}"
+        )
+    keys = [f"user_features: [{', '.join(map(_text, users))}]", f"item_features: [{', '.join(map(_text, items))}]"]
+    keys += [f"item_id: {_text(items[0])}", "user_mlp: []", "item_mlp: []", "output_dim: 32"]
+    return "\n  ".join(["model:", "name: two_tower", *keys]), "recall@20"
+
+
+def _feature_names(columns: Sequence[str]) -> dict[str, str]:
+    """Return a name for a feature by column, each once: of its letters, digits, _ and -."""
+    names: dict[str, str] = {}
+    for column in columns:
+        name = re.sub(r"[^\w-]+", "_", column).lstrip("-").encode()[:100].decode(errors="ignore") or "feature"
+        while name in names.values():
+            name += "_"
+        names[column] = name
+    return names
+
+
+def _tables(ids: Mapping[str, Column], names: Mapping[str, str]) -> dict[str, str]:
+    """Return the table of each column of ids: of a list the one of a column that mostly has the same ids."""
+    alone = {name: column for name, column in ids.items() if not column.is_list}
+    short = {name: names[name].removesuffix("_id") for name in alone}
+    tables = {name: short[name] if short[name] not in ("", *names.values()) else names[name] for name in alone}
+    for name, column in ids.items():
+        if column.is_list:
+            alike = {other: column.likeness(alone[other]) for other in alone if _same_kind(column, alone[other])}
+            best = max(alike, key=alike.__getitem__, default=name)
+            tables[name] = tables[best] if alike.get(best, 0) > 0.5 else names[name]
+    return tables
+
+
+def _same_kind(one: Column, other: Column) -> bool:
+    return is_text(one.element) == is_text(other.element)
+
+
+def _feature(column: Column, use: Use, name: str, table: str) -> str:
+    if not name:
+        return "" if use.kind == "label" else f"  # {_text(column.name)}: {use.why}"
+    keys = [] if name == column.name else [f"column: {_text(column.name)}"]
+    note = f"; {use.why}" if use.why else ""
+    if use.kind == "id":
+        keys.append(f"table: {_text(table)}")
+        if column.is_list:
+            longest = len(column.lengths) - 1
+            keys.append(f"max_length: {min(max(1, longest), _MOST_LENGTH)}")
+            note += f"; up to {longest:,} in a row" if longest > _MOST_LENGTH else ""
+        return f"  {_text(name)}: {{{', '.join(keys)}}} # {column.num_distinct:,} ids{note}"
+    keys = ["type: float", *keys]
+    if use.kind == "vector":
+        keys.append(f"dim: {len(column.lengths) - 1}")
+    elif not isinstance(column.least, bool) and max(-_number(column.least), _number(column.greatest)) > _LARGE:
+        keys.append("log1p: true" if _number(column.least) >= 0 else "standardise: true")
+    return f"  {_text(name)}: {{{', '.join(keys)}}}{f' # {use.why}' if use.why else ''}"
+
+
+def _number(value: Any) -> float:
+    """Return a value of a number or of a length of time as training takes it."""
+    if hasattr(value, "total_seconds"):
+        return float(value.total_seconds())
+    return float(value) if not hasattr(value, "hour") else 3600.0 * value.hour
+
+
+def _table(name: str, columns: Sequence[Column], dim: int, hashed: bool) -> str:
+    ids = max(column.num_distinct for column in columns)
+    rows = max(20, 2 * ids, min(_ROWS_OF_AN_ID * ids, _MOST_SPARE_ROWS) if hashed else 0)
+    step = 10 ** max(0, len(str(rows)) - 2)
+    keys = [f"num_embeddings: {-(-rows // step) * step}", f"embedding_dim: {dim}"]
+    keys += [] if hashed else ["mapping: vocabulary"]
+    keys += ["pooling: mean"] if any(column.is_list for column in columns) else []
+    return f"  {_text(name)}: {{{', '.join(keys)}}}"
+
+
+def _cut(columns: Mapping[str, Column], uses: Mapping[str, Use]) -> str:
+    """Return filters by which a tenth of the rows is for validation, the last ones where there is a time."""
+    times = [column for name, column in columns.items() if uses[name].kind == "time" and not column.num_nulls]
+    column = max(times, key=lambda column: column.num_distinct, default=None)
+    if column is None or (end := column.time_after(0.9)) == column.least:
+        return '{train: "not sampled(0.1, 1)", valid: "sampled(0.1, 1)"} # a tenth of the rows, drawn'
+    if isinstance(end, datetime):
+        end = (end.astimezone(timezone.utc).replace(tzinfo=None) if end.tzinfo else end).isoformat(" ", "seconds")
+    name, end = written(column.name), repr(end if isinstance(end, int) else str(end))
+    return f"{{train: {_text(f'{name} < {end}')}, valid: {_text(f'{name} >= {end}')}}} # the last tenth"
+
+
+def _texts(texts: Sequence[str]) -> str:
+    return _text(texts[0]) if len(texts) == 1 else f"[{', '.join(map(_text, texts))}]"
+
+
+def _text(text: str) -> str:
+    """Return a text as YAML has it: plain where it can stand so."""
+    known = text.lower() in ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
+    return text if _PLAIN.fullmatch(text) and not known else json.dumps(text, ensure_ascii=False)

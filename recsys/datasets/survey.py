@@ -1,0 +1,159 @@
+"""What the columns of a log hold: types, nulls, distinct values, ends, lengths of lists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from functools import cached_property, reduce
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recsys.data.arrays import cast
+from recsys.data.parquet import unified
+from recsys.datasets.logs import LogFile, LogFiles
+from recsys.ids import IdStatistics, hash_integers, is_text, read_keys
+
+_MOST_COUNTED = 1 << 16  # distinct values; of more, a sample is kept
+_TIMES_OF_A_ROW_GROUP = 1000
+_NAMED_AS_TIME = re.compile(r"(?i)(^|_)(ts|day)$|time|date")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+_UNITS = (1, 10**3, 10**6, 10**9)  # of a second
+_SINCE, _UNTIL = (int(datetime(year, 1, 1, tzinfo=timezone.utc).timestamp()) for year in (1990, 2100))
+
+
+class Column:
+    """What a column of a log holds; of lists, values are those inside them.
+
+    Attributes:
+        name: its name; of a field of a struct with the struct's, `device.os`.
+        dtype: a type that holds the values of all files, as Parquet has it; null without values.
+        problem: why it cannot be read; None: it can be.
+        num_rows, num_nulls: of the rows that were added, and of these without a value.
+        num_odd: values that are NaN or infinite; they are none of those below.
+        values: counts distinct ones.
+        least, greatest: of the values; None where there is none, or where their type has no order.
+        is_whole: no value is a number with a fraction.
+        lengths: how many rows have a list of each length, int64 [longest + 1].
+    """
+
+    def __init__(self, name: str, dtype: pa.DataType, problem: str | None = None) -> None:
+        self.name, self.dtype, self.problem = name, dtype, problem
+        self.is_list = pa.types.is_list(dtype)
+        self.element = dtype.value_type if self.is_list else dtype
+        if problem is None and pa.types.is_nested(self.element):
+            self.problem = f"values of type {dtype} are not read"
+        self.num_rows = self.num_nulls = self.num_odd = 0
+        self.values = IdStatistics(_MOST_COUNTED)
+        self.least: Any = None
+        self.greatest: Any = None
+        self.is_whole = True
+        self.lengths = np.zeros(1, np.int64)
+        self._times: list[pa.Array] = []
+
+    def add(self, rows: pa.Array) -> None:
+        """Add rows of a file, of a type that `dtype` holds."""
+        rows = cast(rows, self.dtype)
+        self.num_rows += len(rows)
+        self.num_nulls += rows.null_count
+        rows = rows.drop_null()
+        if self.is_list:
+            counts = np.bincount(pc.list_value_length(rows).to_numpy(), minlength=len(self.lengths))
+            counts[: len(self.lengths)] += self.lengths
+            self.lengths, rows = counts, rows.flatten().drop_null()
+        if pa.types.is_floating(self.element):
+            finite = pc.is_finite(rows)
+            self.num_odd += len(rows) - pc.sum(finite, min_count=0).as_py()
+            rows = rows.filter(finite)
+        if len(rows):
+            self._add_values(rows)
+
+    def _add_values(self, values: pa.Array) -> None:
+        if pa.types.is_floating(self.element):
+            numbers = values.cast(pa.float64()).to_numpy()
+            self.is_whole = self.is_whole and bool((numbers == np.rint(numbers)).all())
+            hashes = hash_integers(numbers.view(np.int64))
+        else:
+            keys = read_keys(values)
+            self.is_whole = self.is_whole and not (pa.types.is_decimal(self.element) and len(keys.texts))
+            hashes = keys.hashes(0)
+        self.values.add_hashes(np.stack([hashes, *np.empty((2, len(hashes)), np.uint64)]))
+        if not pa.types.is_fixed_size_binary(self.element):  # which Arrow does not compare
+            ends = pc.min_max(values).as_py().values()
+            self.least, self.greatest = (
+                of(end for end in (known, new) if end is not None)
+                for of, known, new in zip((min, max), (self.least, self.greatest), ends, strict=True)
+            )
+        if self.is_time:
+            step = -(-len(values) // _TIMES_OF_A_ROW_GROUP)
+            self._times.append(values.take(pa.array(np.arange(0, len(values), step))))
+
+    @property
+    def is_time(self) -> bool:
+        """Whether the values are points of time: by their type, as texts that begin with a date, or as integers that
+        count from 1970 in a column that is named as a time is."""
+        if pa.types.is_date(self.element) or pa.types.is_timestamp(self.element):
+            return True
+        if is_text(self.element):
+            return all(isinstance(end, str) and _DATE.match(end) for end in (self.least, self.greatest))
+        if not (pa.types.is_integer(self.element) and _NAMED_AS_TIME.search(self.name)) or self.least is None:
+            return False
+        return any(_SINCE * unit <= self.least and self.greatest < _UNTIL * unit for unit in _UNITS)
+
+    @cached_property
+    def num_distinct(self) -> int:
+        """How many distinct values there are; of many, an estimate of three digits."""
+        hashes, limit = self._sample
+        return int(float(f"{len(hashes) * 2.0**64 / limit:.3g}")) if limit < 2**64 else len(hashes)
+
+    def likeness(self, other: Column) -> float:
+        """Return the share that is in both columns, of the distinct values that are in one of them."""
+        limit = min(self._sample[1], other._sample[1])
+        own, others = (column._sample[0][column._sample[0] <= np.uint64(limit - 1)] for column in (self, other))
+        shared = len(np.intersect1d(own, others, assume_unique=True))
+        return shared / max(1, len(own) + len(others) - shared)
+
+    @cached_property
+    def _sample(self) -> tuple[np.ndarray, int]:
+        """Hashes of distinct values, uint64, and the limit that all of them are below."""
+        state = self.values.state()
+        return state[5:], int(state[4]) + 1
+
+    def time_after(self, share: float) -> Any:
+        """Return a time that about such a share of the rows is before, as Python has it."""
+        times = pa.chunked_array(self._times, self.element).combine_chunks()
+        return times.take(pc.array_sort_indices(times))[int(share * len(times))].as_py()
+
+
+def survey(files: LogFiles) -> dict[str, Column]:
+    """Read a log, one column of a row group at a time; return its columns by name, of structs their fields.
+
+    A column that a file lacks is null in its rows. Raises UserError if a file cannot be read.
+    """
+    dtypes: dict[str, dict[pa.DataType, None]] = {}
+    for file in files:
+        for name in file.leaves:
+            dtypes.setdefault(name, {})[file.dtype(name)] = None
+    columns = {name: _column(name, list(of)) for name, of in dtypes.items()}
+    for file in files:
+        for group in range(file.num_row_groups):
+            for column in columns.values():
+                if column.problem is None:
+                    column.add(_rows(file, group, column.name))
+    return columns
+
+
+def _column(name: str, dtypes: Sequence[pa.DataType]) -> Column:
+    try:
+        return Column(name, reduce(unified, dtypes))
+    except pa.ArrowException:
+        return Column(name, dtypes[0], f"it is {' and '.join(map(str, dtypes))}, by file")
+
+
+def _rows(file: LogFile, group: int, column: str) -> pa.Array:
+    if not file.has(column):
+        return pa.nulls(file.num_rows(group))
+    return file.read([column], [group])[column].combine_chunks()

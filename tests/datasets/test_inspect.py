@@ -1,0 +1,188 @@
+"""`recsys inspect`: what the columns of a log hold, and the config that is written for them."""
+
+from datetime import datetime, timedelta, timezone
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from recsys.config import load_config
+from recsys.datasets.inspect import main
+from recsys.datasets.leaks import auc_alone
+from recsys.datasets.logs import LogFiles
+from recsys.datasets.survey import survey
+from recsys.errors import UserError
+from recsys.runtime.arguments import Parser
+
+ROWS = 2000
+
+
+def inspect(folder: Path, *words: str) -> dict[str, Any]:
+    """Write a config for a log, load it, and return what it says."""
+    out = folder / "my.yaml"
+    assert main(Parser("recsys inspect"), [*words, "--out", str(out)]) == 0
+    load_config(out)
+    return yaml.safe_load(out.read_text())
+
+
+def a_log() -> dict[str, pa.Array]:
+    draw = np.random.default_rng(0)
+    user, item = draw.integers(1, 300, ROWS), draw.integers(0, 100, ROWS)
+    rating = draw.integers(1, 6, ROWS)
+    start = datetime(2026, 11, 1, tzinfo=timezone.utc)
+    os = [{"os": f"os{i % 3}", "age": int(i % 70)} for i in user]
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(draw.normal(size=8 * ROWS), pa.float32()), 8)
+    return {
+        "user_id": pa.array(user),
+        "item_id": pa.array([f"sku {i}" for i in item]),
+        "history": pa.array([[f"sku {i}" for i in draw.integers(0, 100, n % 5)] for n in range(ROWS)]),
+        "long": pa.array([draw.integers(0, 9, n % 150).tolist() for n in range(ROWS)]),
+        "price": pa.array(draw.gamma(2, 50, ROWS)),
+        "margin": pa.array(draw.normal(0, 50, ROWS), mask=draw.random(ROWS) < 0.1),
+        "share": pa.array(draw.random(ROWS), pa.float32()),
+        "cost": pa.array([Decimal(int(i)).scaleb(-2) for i in draw.integers(0, 99999, ROWS)]),
+        "store": pa.array(draw.integers(0, 9, ROWS).astype(float), mask=draw.random(ROWS) < 0.1),
+        "is new": pa.array(draw.random(ROWS) < 0.5),
+        "device": pa.array(os),
+        "text": vectors,
+        "at": pa.array([start + timedelta(minutes=i) for i in range(ROWS)]),
+        "rating": pa.array(rating),
+        "clicked": pa.array((rating >= 4).astype(np.int8)),
+        "bought": pa.array(draw.integers(0, 2, ROWS)),
+        "event": pa.array([f"{i:032x}" for i in range(ROWS)]),
+        "always": pa.array(["x"] * ROWS),
+        "never": pa.nulls(ROWS),
+        "broken": pa.array(np.where(draw.random(ROWS) < 0.1, np.nan, 1.5)),
+        "ragged": pa.array([draw.normal(size=n % 4).tolist() for n in range(ROWS)]),
+    }
+
+
+def test_a_config_has_what_each_column_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = pa.table(a_log())
+    (tmp_path / "logs").mkdir()
+    pq.write_table(table.slice(0, 1200), tmp_path / "logs/a.parquet", row_group_size=500)
+    pq.write_table(table.slice(1200), tmp_path / "logs/b.parquet")
+    found = inspect(tmp_path, str(tmp_path / "logs"), "--label", "clicked")
+    assert found["features"] == {
+        "user_id": {"table": "user"},
+        "item_id": {"table": "item"},
+        "history": {"table": "item", "max_length": 4},
+        "long": {"table": "long", "max_length": 100},
+        "price": {"type": "float", "log1p": True},
+        "margin": {"type": "float", "standardise": True},
+        "share": {"type": "float"},
+        "cost": {"type": "float", "log1p": True},
+        "store": {"table": "store"},
+        "is_new": {"type": "float", "column": "is new"},
+        "device_os": {"column": "device.os", "table": "device_os"},
+        "device_age": {"column": "device.age", "table": "device_age"},
+        "text": {"type": "float", "dim": 8},
+    }
+    assert found["tables"]["item"] == {"num_embeddings": 1000, "embedding_dim": 16, "pooling": "mean"}
+    cut = "2026-11-02 06:00:00"  # nine tenths of 2,000 minutes
+    assert found["data"]["filter"] == {"train": f"at < '{cut}'", "valid": f"at >= '{cut}'"}
+    assert found["data"]["label_column"] == "clicked"
+    text, printed = (tmp_path / "my.yaml").read_text(), capsys.readouterr().out
+    for name, why in (("rating", "it tells the label"), ("bought", "another label"), ("event", "hardly a value")):
+        assert f"  # {name}: {why}" in text
+    for name, why in (("always", "one value"), ("never", "no values"), ("broken", "NaN"), ("ragged", "as many as")):
+        assert f"  # {name}: " in text and why in text.partition(f"# {name}: ")[2].partition("\n")[0]
+    (margin,) = (line for line in printed.splitlines() if line.startswith("margin"))
+    assert margin.split()[1:4] == [
+        "double",
+        f"{table['margin'].null_count / ROWS:.2%}",
+        f"{ROWS - table['margin'].null_count:,}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "data"),
+    [
+        ([], {"label_column": "clicked"}),
+        (["--label", "rating >= 4"], {"labels": {"label": "rating >= 4"}}),
+        (["--label", "rating"], {"labels": {"label": {"column": "rating", "loss": "squared"}}}),
+        (["--label", "tip"], {"labels": {"label": {"column": "tip", "nulls": "unknown"}}}),
+    ],
+)
+def test_the_label(tmp_path: Path, words: list[str], data: dict[str, Any]) -> None:
+    log = {name: values for name, values in a_log().items() if name in ("user_id", "item_id", "rating", "clicked")}
+    log["tip"] = pa.array(np.arange(ROWS) % 2, mask=np.arange(ROWS) % 10 == 0)
+    pq.write_table(pa.table(log), tmp_path / "a.parquet")
+    found = inspect(tmp_path, str(tmp_path / "a.parquet"), *words)
+    assert found["data"] | data == found["data"]
+    assert ("rating" in found["features"]) == (words[1:] == ["tip"])
+    drawn = {"train": "not sampled(0.1, 1)", "valid": "sampled(0.1, 1)"}
+    assert found["data"]["filter"] == drawn
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "not clear: one, two hold 0 and 1"),
+        (["--label", "tow"], "--label.*'tow'"),
+        (["--label", "one >= 1 and tow == 2"], "no column 'tow', only .*two"),
+        (["--label", "name"], "name == 'buy'"),
+        (["--label", "one =="], "--label"),
+    ],
+)
+def test_mistakes_are_told(tmp_path: Path, words: list[str], says: str) -> None:
+    flags = pa.array([0, 1] * 10)
+    pq.write_table(pa.table({"one": flags, "two": flags, "name": ["a", "b"] * 10}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=says):
+        inspect(tmp_path, str(tmp_path), *words)
+
+
+def test_folders_that_prepare_writes_are_taken_as_they_are(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    item = pa.array([f"i{n}" for n in draw.integers(0, 30, 500)])
+    log = {"user": pa.array(draw.integers(0, 50, 500)), "item": item, "kind": pa.array(draw.integers(0, 5, 500))}
+    log["history"] = pa.array([[f"i{n}" for n in draw.integers(0, 30, 4)] for _ in range(500)])
+    for name, columns in {"train": list(log), "valid": ["user", "history"], "items": ["item", "kind"]}.items():
+        (tmp_path / "shop" / name).mkdir(parents=True)
+        pq.write_table(pa.table(log).select(columns), tmp_path / "shop" / name / "a.parquet")
+    found = inspect(tmp_path, str(tmp_path / "shop"))
+    assert found["data"] == {role: str(tmp_path / "shop" / role) for role in ("train", "valid", "items")}
+    model = found["model"]
+    assert model["name"] == "two_tower" and model["item_id"] == "item"
+    assert (model["user_features"], model["item_features"]) == (["user", "history"], ["item", "kind"])
+    assert found["features"]["history"]["table"] == "item"
+    assert found["tables"]["user"]["mapping"] == "vocabulary"
+    with pytest.raises(UserError, match=r"my\.yaml' is there already"):
+        inspect(tmp_path, str(tmp_path / "shop"))
+
+
+def test_files_without_a_column_and_of_other_types(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": pa.array([1, 2], pa.int32()), "b": ["x", "y"], "c": [1, 2]}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"a": pa.array([2**40]), "c": ["z"]}), tmp_path / "2.parquet")
+    columns = survey(LogFiles("DATA", [tmp_path]))
+    assert (columns["a"].dtype, columns["a"].num_distinct, columns["a"].greatest) == (pa.int64(), 3, 2**40)
+    assert (columns["b"].num_rows, columns["b"].num_nulls) == (3, 1)
+    assert columns["c"].problem == "it is int64 and string, by file"
+
+
+def test_many_distinct_values_are_estimated(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).integers(0, 300_000, 500_000)
+    pq.write_table(pa.table({"a": numbers, "b": numbers // 2}), tmp_path / "a.parquet", row_group_size=100_000)
+    columns = survey(LogFiles("DATA", [tmp_path]))
+    for name, values in (("a", numbers), ("b", numbers // 2)):
+        assert columns[name].num_distinct == pytest.approx(len(np.unique(values)), rel=0.02)
+    shared = len(np.intersect1d(numbers, numbers // 2)) / len(np.union1d(numbers, numbers // 2))
+    assert columns["a"].likeness(columns["b"]) == pytest.approx(shared, abs=0.02)
+
+
+def test_auc_alone() -> None:
+    draw = np.random.default_rng(1)
+    positive = draw.random(20_000) < 0.3
+    noise = draw.normal(size=20_000)
+    told = pa.array(np.where(positive, noise, np.nan), mask=~positive)  # null where it is not
+    assert auc_alone(told, positive) == pytest.approx(1, abs=1e-3)
+    assert auc_alone(pa.array(noise + positive), positive) == pytest.approx(0.76, abs=0.02)  # that of a shift by 1
+    assert auc_alone(pa.array(noise), positive) == pytest.approx(0.5, abs=0.02)
+    ids = pa.array([f"{n}" for n in range(20_000)])
+    assert auc_alone(ids, positive) == pytest.approx(0.5, abs=0.02)  # ids that are there once tell nothing
+    assert auc_alone(ids, np.ones(20_000, bool)) == 0.5
