@@ -9,17 +9,6 @@ from recsys.runtime.logs import to_json
 from recsys.runtime.versions import installed_versions
 from recsys.serving.trials import Trial, Trials
 
-_HEADER = (
-    "Stage",
-    "What was accepted",
-    "Tables, bytes",
-    "Less",
-    "Dense part, bytes",
-    "METRIC",
-    "Lost, at most",
-    "Scoring, s",
-)
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -53,8 +42,8 @@ def write_report(stages: list[Stage], trials: Trials, max_loss: str, allowed: fl
 def as_markdown(stages: list[Stage], metric: str, role: str) -> str:
     """Return a table with a row for each stage; bytes are those of rows whose ids data.train holds."""
     first, has_test = stages[0].trial, stages[0].trial.test is not None
-    header = [f"{metric}, {role}" if cell == "METRIC" else cell for cell in _HEADER]
-    header += [f"{metric}, test"] if has_test else []
+    header = ["Stage", "What was accepted", "Tables, bytes", "Less", "Dense part, bytes", f"{metric}, {role}"]
+    header += ["Lost, at most", "Scoring, s", *([f"{metric}, test"] if has_test else [])]
     lines = [f"| {' | '.join(header)} |", f"|{'---|' * 2}{'---:|' * (len(header) - 2)}"]
     for stage in stages:
         trial = stage.trial
