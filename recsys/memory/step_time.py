@@ -1,6 +1,6 @@
 """Prediction of the time of a step: the work of the busiest rank, by measured speeds of devices."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 
 from recsys.config import Config
 from recsys.config.choices import ROW_SPLITS, FloatType, ShardingChoice
-from recsys.config.features import dims_of, float_columns, sampled_rows
+from recsys.config.features import dims_of, features_by_table, float_columns, sampled_rows
 from recsys.errors import UserError
 from recsys.memory.facts import DataFacts, DenseFacts
 from recsys.memory.fakes import fake_inputs, fake_step, fake_tensors
@@ -142,23 +142,21 @@ def speeds_of(config: Config, topology: Topology, price_per_hour: float | None) 
     return speeds
 
 
-def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, shards: Iterable[Shard]) -> Load:
+def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, shards: Sequence[Shard]) -> Load:
     """Return the work of the busiest rank in a step under a plan.
 
     A process group of as many ranks must be there, such as that of `rehearse_world`.
     """
     rows, ranks = dense.rows, topology.world_size
-    dims = dims_of(config)
-    by_id = config.unpooled_features()
+    dims, features, by_id = dims_of(config), features_by_table(config), config.unpooled_features()
     work, repeats = _dense_work(config, data, rows, topology)
     ids = rows * sum(data.mean_ids[name] for name in dims)
     elements, vectors = [0.0] * ranks, [0.0] * ranks
-    shards = list(shards)
     for shard in shards:
         everywhere = 1 if shard.sharding_type == "data_parallel" else ranks
         split = ShardingChoice(shard.sharding_type) in ROW_SPLITS
         share = shard.size[0] / config.tables[shard.table].num_embeddings if split else 1.0
-        for name in (name for name in dims if config.features[name].table == shard.table):
+        for name in features[shard.table]:
             count = rows * everywhere * data.mean_ids[name]
             elements[shard.rank] += count * share * shard.size[1]
             if everywhere > 1:
@@ -191,11 +189,10 @@ def _routed(config: Config, data: DataFacts, topology: Topology, shards: Sequenc
 
     Lookups by `recsys.tables.lookup` do not count.
     """
-    by_id = config.unpooled_tables()
+    by_id, features = config.unpooled_tables(), features_by_table(config)
     names: dict[tuple[bool, str], set[str]] = {}
     for shard in shards:
-        of_table = {name for name in dims_of(config) if config.features[name].table == shard.table}
-        names.setdefault((shard.table in by_id, shard.sharding_type), set()).update(of_table)
+        names.setdefault((shard.table in by_id, shard.sharding_type), set()).update(features[shard.table])
     pooled = [kind for kind in names if not kind[0]]
     has_lists = any(data.mean_ids[name] > 1 for kind in pooled for name in names[kind])
     sharding_types = {shard.table: shard.sharding_type for shard in shards}

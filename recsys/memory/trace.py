@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recsys.config import Config
-from recsys.config.features import dims_of, evaluated_rows, id_features, rank_rows, sampled_rows
+from recsys.config.features import dims_of, evaluated_rows, features_by_table, rank_rows, sampled_rows
 from recsys.errors import UserError
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
 from recsys.memory.data_facts import of_rank_rows
@@ -221,8 +221,8 @@ def layer_page(config: Config, data: DataFacts, rows: int) -> str:
 def _table_layers(config: Config, data: DataFacts, rows: int) -> list[Layer]:
     """Return the tables as layers: each id looked up adds a row to its feature's vector."""
     layers = []
-    for name, table in config.tables.items():
-        features = [feature for feature in id_features(config) if config.features[feature].table == name]
+    for name, features in features_by_table(config).items():
+        table = config.tables[name]
         ids = rows * sum(data.mean_ids[feature] for feature in features)
         size = table.num_embeddings * table.embedding_dim
         outputs = rows * len(features) * table.embedding_dim
