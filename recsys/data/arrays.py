@@ -6,6 +6,11 @@ import pyarrow as pa
 from recsys.ids import NANOSECONDS, numpy_view, raw_times
 
 
+def whole(column: pa.ChunkedArray) -> pa.Array:
+    """Return a column in one piece, which is its only chunk itself if it has one."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
 def plain(array: pa.Array) -> pa.Array:
     """Return the same values, of a column without a type as int64: some writers drop it where no row has a value."""
     return array.cast(pa.int64()) if pa.types.is_null(array.type) else array

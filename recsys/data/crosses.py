@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
+from recsys.data.arrays import whole
 from recsys.errors import UserError
 from recsys.ids import hash_column, hash_integers
 
@@ -19,7 +20,7 @@ def with_crosses(table: pa.Table, crosses: Mapping[str, Sequence[str]]) -> pa.Ta
         UserError: names a column that holds no ids.
     """
     for name, columns in crosses.items():
-        table = table.append_column(name, _cross({column: _whole(table.column(column)) for column in columns}))
+        table = table.append_column(name, _cross({column: whole(table.column(column)) for column in columns}))
     return table
 
 
@@ -36,9 +37,3 @@ def _cross(by_name: Mapping[str, pa.Array]) -> pa.Array:
     ids = np.zeros(len(valid), np.int64)
     ids[valid] = hashes.view(np.int64)
     return pa.array(ids, mask=None if mask is None else ~valid)
-
-
-def _whole(column: pa.ChunkedArray) -> pa.Array:
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return pa.concat_arrays(column.unify_dictionaries().chunks) if column.num_chunks else pa.array([], column.type)

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from recsys.data.arrays import whole
 from recsys.data.convert import Ids, convert_floats, convert_ids
 from recsys.data.order import Segment, Window
 from recsys.data.pool import BlockPool
@@ -217,8 +218,8 @@ class _Conversion:
     def _convert_ids(self, part: IdColumn, table: pa.Table, out: np.ndarray | None) -> Ids:
         if part.column is None:
             return Ids(np.empty(0, self._dtype), np.zeros(table.num_rows, np.int32), None)
-        weights = None if part.weights is None else _array(table, part.weights)
-        return convert_ids(_array(table, part.column), part, self._dtype, out, weights, self._array)
+        weights = None if part.weights is None else whole(table.column(part.weights))
+        return convert_ids(whole(table.column(part.column)), part, self._dtype, out, weights, self._array)
 
     def _finished(self, i: int) -> int | Ragged:
         pieces = self._pieces[i]
@@ -268,9 +269,9 @@ def _may_be_scalar(part: IdColumn, table: pa.Table) -> bool:
 def _fill_floats(part: FloatColumn, table: pa.Table, out: np.ndarray) -> pa.Array | None:
     """Write what becomes of a column, or of its condition, to `out`; return it as it was, None where there is none."""
     if part.condition is not None:
-        column = part.condition.mask(table).combine_chunks()
+        column = whole(part.condition.mask(table))
     elif part.column is not None:
-        column = _array(table, part.column)
+        column = whole(table.column(part.column))
     else:
         out[:] = part.fill or 0.0
         return None
@@ -319,11 +320,6 @@ def _num_entries(table: pa.Table) -> int:
     chunks = (chunk for column in table.columns for chunk in column.chunks)
     arrays = (chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in chunks)
     return sum(len(array.dictionary) for array in arrays if pa.types.is_dictionary(array.type))
-
-
-def _array(table: pa.Table, column: str) -> pa.Array:
-    chunks = table.column(column).chunks
-    return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks) if chunks else pa.array([], pa.null())
 
 
 def _joined(arrays: list[np.ndarray], allocate: Callable[..., np.ndarray] = np.empty) -> np.ndarray:
