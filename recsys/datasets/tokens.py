@@ -27,12 +27,7 @@ def tokenize(column: pa.Array | pa.ChunkedArray, name: str) -> pa.ListArray:
     texts = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
     lists = pc.split_pattern_regex(texts, r"[^\p{L}\p{M}\p{N}]+")
     words = lists.flatten()
-    kept = ~(
-        pc.equal(words, "").to_numpy(zero_copy_only=False) | np.asarray(pc.is_in(words, pa.array(_ENGLISH.split())))
-    )
-    before = np.concatenate([[0], np.cumsum(kept)])
-    offsets = before[np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())])]
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), words.filter(pa.array(kept)))
+    return _some(lists, words, pc.invert(pc.is_in(words, pa.array(["", *_ENGLISH.split()]))))
 
 
 def split_list(column: pa.Array, separator: str, dtype: pa.DataType) -> pa.ListArray:
@@ -42,7 +37,11 @@ def split_list(column: pa.Array, separator: str, dtype: pa.DataType) -> pa.ListA
     """
     lists = pc.split_pattern(pc.fill_null(column, ""), separator)
     tokens = pc.utf8_trim_whitespace(lists.flatten())
-    kept = pc.not_equal(tokens, "")
+    return _some(lists, tokens, pc.not_equal(tokens, "")).cast(pa.list_(dtype))
+
+
+def _some(lists: pa.ListArray, values: pa.Array, kept: pa.BooleanArray) -> pa.ListArray:
+    """Return `lists`, none of them null, with those of `values`, which are theirs end to end, that are kept."""
     before = np.concatenate([[0], np.cumsum(kept.to_numpy(zero_copy_only=False))])
     offsets = before[np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())])]
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), tokens.filter(kept).cast(dtype))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values.filter(kept))
