@@ -112,9 +112,9 @@ class Rows:
         self.held_out = split > 0
         self.day = day
 
-    def nulls(self, share: float = NULL_SHARE) -> np.ndarray:
-        """bool per row, true with probability ``share``."""
-        return self.rng.random(len(self.day)) < share
+    def nulls(self) -> np.ndarray:
+        """bool per row, true with probability NULL_SHARE."""
+        return self.rng.random(len(self.day)) < NULL_SHARE
 
 
 class IdField:
