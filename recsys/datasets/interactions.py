@@ -14,15 +14,7 @@ import pyarrow.compute as pc
 from recsys.datasets.logs import LogFiles, id_column, joined, time_values
 from recsys.datasets.retrieval import HISTORY, Log, split_last, split_random, split_time, write_retrieval, write_users
 from recsys.datasets.tokens import TOKENS_HELP, tokenize
-from recsys.datasets.writer import (
-    WHERE_HELP,
-    check_bounds,
-    columns_where,
-    is_true,
-    option,
-    replacing,
-    rows_where,
-)
+from recsys.datasets.writer import WHERE_HELP, check_bounds, columns_where, is_true, option, replacing, rows_where
 from recsys.errors import UserError
 from recsys.runtime.arguments import names
 

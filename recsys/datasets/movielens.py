@@ -19,15 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from recsys.datasets.retrieval import (
-    Log,
-    Timeline,
-    columns_of,
-    split_random,
-    time_key,
-    write_files,
-    write_retrieval,
-)
+from recsys.datasets.retrieval import Log, Timeline, columns_of, split_random, time_key, write_files, write_retrieval
 from recsys.datasets.writer import SPLITS, read_marker, replacing
 from recsys.errors import UserError
 

@@ -73,12 +73,7 @@ class Fitter:
     """
 
     def __init__(
-        self,
-        config: Config,
-        data: DataFacts,
-        topology: Topology,
-        seen_bytes: int = 0,
-        inputs: Inputs | None = None,
+        self, config: Config, data: DataFacts, topology: Topology, seen_bytes: int = 0, inputs: Inputs | None = None
     ) -> None:
         self.config, self._topology, self._inputs = config, topology, inputs
         self._data = {config.data.window_mib: data}

@@ -111,11 +111,7 @@ def sharding_by_id(table: TableConfig) -> ShardingChoice:
 def looked_up_by_id(config: Config) -> Config:
     """Return a config in which all tables are looked up id by id, so that vectors can be quantised before pooling."""
     tables = {
-        name: replace(
-            table,
-            quantize=table.quantize or RowCode.FP16,
-            sharding_type=sharding_by_id(table),
-        )
+        name: replace(table, quantize=table.quantize or RowCode.FP16, sharding_type=sharding_by_id(table))
         for name, table in config.tables.items()
     }
     return replace(config, tables=tables)
