@@ -21,7 +21,7 @@ from recsys.memory.data_facts import of_rank_rows
 from recsys.memory.fakes import fake_inputs, fake_step, fake_tensors
 from recsys.memory.layers import Layer, analyse_layers, format_layers
 from recsys.memory.tensors import dense_update_bytes, gradient_bytes, storage_bytes
-from recsys.memory.workspaces import no_workspace, workspace_bytes
+from recsys.memory.workspaces import workspace_bytes
 from recsys.models.halves import is_in_halves, sum_in_halves
 from recsys.models.retrieval import check_vectors
 from recsys.report.text import size as shown
@@ -124,12 +124,7 @@ def _traced(
     tensors = [vectors.values() for vectors in (pooled, *by_id.values()) if vectors is not None]
     inputs = (*tensors, batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
     outside = (*parameters, *step.dense.buffers(), *inputs, batch.ids.offsets())
-    live = LivePeak(
-        outside,
-        lambda: gradient_bytes(parameters),
-        HEAP_BLOCK_BYTES,
-        workspace_bytes if device.type == "cuda" else no_workspace,
-    )
+    live = LivePeak(outside, lambda: gradient_bytes(parameters), on_gpu=device.type == "cuda")
     try:
         with live, torch.set_grad_enabled(step.training):
             _, output = step.dense(pooled, [by_id], batch)
@@ -152,9 +147,8 @@ class LivePeak(TorchDispatchMode):
 
     Args:
         outside: tensors whose memory is not counted, such as a model's parameters and its inputs.
-        block_bytes: blocks of this size and larger ones do not come from the heap.
-        workspace: bytes that an operator takes while it computes, by itself and its arguments.
         apart: bytes, of those that live, which are accounted for elsewhere; asked at every new peak.
+        on_gpu: what operators take there while they compute counts too; on CPUs it is little.
 
     Attributes:
         live: bytes now; highest: the most that has been; peak: the most that `live` less `apart` has been.
@@ -162,17 +156,12 @@ class LivePeak(TorchDispatchMode):
     """
 
     def __init__(
-        self,
-        outside: Iterable[torch.Tensor],
-        apart: Callable[[], int] = lambda: 0,
-        block_bytes: int = 0,
-        workspace: Callable[[Any, tuple[Any, ...]], int] = no_workspace,
+        self, outside: Iterable[torch.Tensor], apart: Callable[[], int] = lambda: 0, on_gpu: bool = False
     ) -> None:
         super().__init__()
-        self._workspace = workspace
         self.live = self.highest = self.peak = 0
         self._on_heap = self.heap_peak = 0
-        self._apart, self._block_bytes = apart, block_bytes
+        self._apart, self._on_gpu = apart, on_gpu
         self._storages: dict[int, Any] = {id(s): s for s in (t.untyped_storage() for t in outside)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,7 +169,8 @@ class LivePeak(TorchDispatchMode):
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self._count(value.untyped_storage())
-        self._note(self.live + self._workspace(func, args))
+        if self._on_gpu:
+            self._note(self.live + workspace_bytes(func, args))
         return result
 
     def _note(self, size: int) -> None:
@@ -196,13 +186,13 @@ class LivePeak(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, lambda _: self._forget(key, size))
         self.live += size
         self._note(self.live)
-        if size < self._block_bytes:
+        if size < HEAP_BLOCK_BYTES:
             self._on_heap += size
             self.heap_peak = max(self.heap_peak, self._on_heap)
 
     def _forget(self, key: int, size: int) -> None:
         self.live -= size
-        self._on_heap -= size if size < self._block_bytes else 0
+        self._on_heap -= size if size < HEAP_BLOCK_BYTES else 0
         del self._storages[key]
 
 

@@ -21,11 +21,6 @@ def workspace_bytes(operator: Any, arguments: tuple[Any, ...]) -> int:
     return _column_sums(math.prod(tensor.shape[: len(dims)]), math.prod(tensor.shape[len(dims) :]))
 
 
-def no_workspace(operator: Any, arguments: tuple[Any, ...]) -> int:
-    """Return 0: on CPUs what operators take besides is little."""
-    return 0
-
-
 def _column_sums(rows: int, width: int) -> int:
     """Return what sums of [rows, width] over the rows take: blocks of threads have some rows each, and every thread
     writes its sums, in FP32, which the last block adds up."""
