@@ -263,10 +263,11 @@ class SegmentReader:
         """
         group, schema, verify = metadata.row_group(index), metadata.schema, self._dataset.options.verify_checksums
         for name, column in zip(table.column_names, table.columns, strict=True):
-            is_list, leaves = _is_plain_list(column.type), plan.stored[name].leaves
+            leaves, is_nested = plan.stored[name].leaves, pa.types.is_nested(column.type)
+            is_list = pa.types.is_list(column.type) and not pa.types.is_nested(column.type.value_type)
             if len(column) != group.num_rows:
                 raise OSError(f"it holds {len(column)} rows, and the footer says {group.num_rows}")
-            if len(leaves) > 1 or not verify or (not is_list and pa.types.is_nested(column.type)):
+            if len(leaves) > 1 or not verify or (is_nested and not is_list):
                 continue
             chunk = group.column(leaves[0])
             if is_list:
@@ -329,10 +330,6 @@ def _changed(group: _Group, how: str) -> BadDataError:
         group.path,
         group.index,
     )
-
-
-def _is_plain_list(dtype: pa.DataType) -> bool:
-    return pa.types.is_list(dtype) and not pa.types.is_nested(dtype.value_type)
 
 
 def _num_values(array: pa.Array) -> int:

@@ -181,7 +181,8 @@ class FooterParser:
         keys = partition_keys(name) if schema.missing else {}
         for column in schema.missing:
             if column not in keys and column not in self.optional:
-                have = sorted(dict.fromkeys([*schema.names, *keys]), key=lambda other: not _are_beside(other, column))
+                beside = f"{column.partition('.')[0]}."  # of one of a struct, its other fields come first
+                have = sorted(dict.fromkeys([*schema.names, *keys]), key=lambda name: not name.startswith(beside))
                 advice = f"; {BY_DATASET}" if self.wanted[column].startswith(KEY) else ""
                 raise UserError(
                     f"{self.wanted[column]}: file '{name}' has no column '{column}'{nearest(column, have)} "
@@ -202,10 +203,6 @@ def _field(column: str, place: Place) -> pa.Field:
     values = dtype.value_type if pa.types.is_list(dtype) else dtype
     strings = {"dictionary": place.paths[0]} if pa.types.is_string(values) or pa.types.is_binary(values) else {}
     return place.field(column, dtype, **strings)
-
-
-def _are_beside(column: str, other: str) -> bool:
-    return column.startswith(f"{other.partition('.')[0]}.")
 
 
 def _listed(names: Sequence[str]) -> str:

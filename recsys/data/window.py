@@ -179,8 +179,10 @@ class _Conversion:
                 self._floats[i + len(self._spec.labels), rows] = is_known
         self._floats[-1, rows] = 1
         if self._spec.weight is not None:
-            _fill_floats(self._spec.weight, table, self._floats[-1, rows])
-            _check_weights(self._floats[-1, rows], self._spec.weight)
+            weight, weights = self._spec.weight, self._floats[-1, rows]
+            _fill_floats(weight, table, weights)
+            if (least := weights.min(initial=0)) < 0:
+                raise UserError(f"column '{weight.column}' ({weight.name}) holds {least}, and a weight is 0 or more")
         if self._spec.negative_weight != 1:
             binary = [num_floats + i for i, part in enumerate(self._spec.labels) if part.binary]
             self._floats[-1, rows][~(self._floats[binary, rows] > 0).any(axis=0)] *= self._spec.negative_weight
@@ -327,8 +329,3 @@ def _joined(arrays: list[np.ndarray], allocate: Callable[..., np.ndarray] = np.e
         return arrays[0]
     total = sum(len(array) for array in arrays)
     return np.concatenate(arrays, out=allocate((total,), arrays[0].dtype))
-
-
-def _check_weights(weights: np.ndarray, part: FloatColumn) -> None:
-    if weights.size and weights.min() < 0:
-        raise UserError(f"column '{part.column}' ({part.name}) holds {weights.min()}, and a weight is 0 or more")

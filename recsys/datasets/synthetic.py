@@ -246,14 +246,11 @@ class CriteoShape:
             columns[f"cat_{index}"] = pa.array(cat.ids(keys), mask=null)
             logit += np.where(null, 0, 0.2 * cat.factor(keys, 0))
             if index % 2:  # fields act in pairs, so that crosses help
-                pair = self._pair_logit(index, previous, keys)
+                before = self.cats[index - 1]
+                pair = 0.25 * sum(before.factor(previous, k) * cat.factor(keys, k) for k in (1, 2))
                 logit += np.where(null | previous_null, 0, pair)
             previous, previous_null = keys, null
         return columns, {"label": logit}
-
-    def _pair_logit(self, index: int, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        one, two = self.cats[index - 1], self.cats[index]
-        return 0.25 * sum(one.factor(left, k) * two.factor(right, k) for k in (1, 2))
 
 
 MakeChunk = Callable[[Rows], tuple[dict[str, pa.Array], dict[str, np.ndarray]]]
