@@ -86,26 +86,21 @@ def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[st
     """
     now = load_config(start / "config.yaml")
     student = load_config(start / "config.yaml", changes)
-    words = list(changes)
-    if student.model.needs().labels:
-        words = [
-            f"train.distill.teacher={as_value(teacher)}",
-            f"train.distill.scores={as_value(folder / 'scores')}",
-            *words,
-        ]
-    began, narrow = "from the beginning", _narrowed(now, student)
+    began, narrow, settings = "from the beginning", _narrowed(now, student), list[str]()
     if student.train.init_from != now.train.init_from:
         began = f"from {student.train.init_from}"
     elif narrow is not None:
         began = "from low-rank factors" if narrow else "from the weights so far"
-        words = [f"train.init_from={as_value(start)}", *words]
+        settings += ["train.init.optimizers=none"] if narrow else []
+        settings += [f"train.init_from={as_value(start)}"]
         _start_anew(start, student, narrow)
-        if narrow:
-            words.insert(0, "train.init.optimizers=none")
+    if student.model.needs().labels:
+        scores = folder / "scores"
+        settings += [f"train.distill.teacher={as_value(teacher)}", f"train.distill.scores={as_value(scores)}"]
     run = folder / "student"
     # Followers of the run's publications are to read the run's own model, not the student.
-    words = ["run.resume=false", "train.publish.dir=null", *words, f"run.dir={as_value(run)}"]
-    words = ["train", str(start / "config.yaml"), *words]
+    words = ["train", str(start / "config.yaml"), "run.resume=false", "train.publish.dir=null"]
+    words += [*settings, *changes, f"run.dir={as_value(run)}"]
     logger.info("recsys %s", shlex.join(words))
     if (problem := run_command(*words)) is not None:
         raise problem.within("--steps: distill: recsys train failed")
