@@ -63,12 +63,8 @@ def write_run(
     """
     path, marker = trials.source.path, trials.source.marker
     facts = _facts(trials, compression)
-    config = _config(config, compression, facts, out)
-    config = replace(
-        config,
-        model=narrower(config.model, trials.layers, compression.neurons),
-        precision=replace(config.precision, dense_int8=compression.dense_int8),
-    )
+    model = narrower(config.model, trials.layers, compression.neurons)
+    config = replace(_config(config, compression, facts, out), model=model)
     facts.save(out / FACTS)
     copy_files(footers_of(path), out / FOOTERS)
     tensors = {}
@@ -143,7 +139,8 @@ def _config(config: Config, compression: Compression, facts: Facts, out: Path) -
             table = replace(table, vocabulary=str(out / FACTS / vocabulary_file(name)))
         tables[name] = table
     run = replace(config.run, dir=str(out), plan=None)
-    return replace(config, tables=tables, run=run)
+    precision = replace(config.precision, dense_int8=compression.dense_int8)
+    return replace(config, tables=tables, run=run, precision=precision)
 
 
 def _facts(trials: Trials, compression: Compression) -> Facts:
