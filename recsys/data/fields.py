@@ -5,7 +5,7 @@ In a list of structs, `items.id` is the list of their ids. A column whose own na
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import pyarrow as pa
@@ -58,31 +58,24 @@ class Place:
         return [_parts(path, self.steps) for path in self.paths]
 
 
-def places(fields: pa.Schema, schema: pq.ParquetSchema) -> dict[str, Place]:
+def places(fields: Iterable[pa.Field], schema: pq.ParquetSchema, first: int = 0) -> dict[str, Place]:
     """Return where each column of a file is, by name, and each field inside one.
 
     Args:
         fields: the columns in the types that they are read in. schema: Parquet's own, of the same file.
+        first: number of the first of their Parquet columns.
     """
-    found = _places(fields)
-    return {
-        name: Place(dtype, steps, list(leaves), [schema.column(leaf).path for leaf in leaves])
-        for name, (dtype, steps, leaves) in found.items()
-    }
-
-
-def _places(fields: Iterable[pa.Field], first: int = 0) -> dict[str, tuple[pa.DataType, list[str], range]]:
-    """Return of each field, and of those inside it, its type, steps and Parquet columns, numbered from `first` on."""
-    fields = list(fields)
+    fields, by_name = list(fields), dict[str, Place]()
     bounds = list(pairwise(accumulate((_num_leaves(field.type) for field in fields), initial=first)))
-    found: dict[str, tuple[pa.DataType, list[str], range]] = {}
     for field, (start, stop) in zip(fields, bounds, strict=True):
-        found.setdefault(field.name, (field.type, [field.name], range(start, stop)))
+        paths = [schema.column(leaf).path for leaf in range(start, stop)]
+        by_name.setdefault(field.name, Place(field.type, [field.name], list(range(start, stop)), paths))
     for field, (start, _) in zip(fields, bounds, strict=True):
-        for name, (dtype, steps, leaves) in _places(_fields(field.type), start).items():
-            dtype = pa.list_(dtype) if pa.types.is_list(field.type) else dtype
-            found.setdefault(f"{field.name}.{name}", (dtype, [field.name, *steps], leaves))
-    return found
+        for name, place in places(_fields(field.type), schema, start).items():
+            dtype = pa.list_(place.dtype) if pa.types.is_list(field.type) else place.dtype
+            inner = replace(place, dtype=dtype, steps=[field.name, *place.steps])
+            by_name.setdefault(f"{field.name}.{name}", inner)
+    return by_name
 
 
 def names(fields: Iterable[pa.Field], before: str = "") -> Iterator[str]:
