@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.config import Config
-from recsys.config.features import id_features, model_features
+from recsys.config.features import features_by_table, id_features, model_features
 from recsys.data.convert import convert_floats
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
@@ -35,11 +35,9 @@ def check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
         UserError: a table, or a column of a cross, has integers in one place and texts in another, which hash to
             different rows; or a feature has one id a row in some data and lists in others.
     """
-    for table in config.tables:
+    for table, features in features_by_table(config).items():
         dtypes: dict[str, pa.DataType] = {}
-        for name in id_features(config):
-            if config.features[name].table != table:
-                continue
+        for name in features:
             column = column_of(config, name)
             types = _types(column, schemas)
             _check_lists(config, name, column, types)
@@ -80,9 +78,9 @@ def _check_dtypes(asks: str, dtypes: dict[str, pa.DataType]) -> None:
 
 def has_text_ids(config: Config, table: str, schema: pa.Schema) -> bool | None:
     """Return whether the ids of a table are texts in data; None: no column of the schema has any."""
-    for name in id_features(config):
+    for name in features_by_table(config)[table]:
         column = column_of(config, name)
-        if config.features[name].table == table and column in schema.names:
+        if column in schema.names:
             dtype = schema.field(column).type
             dtype = getattr(dtype, "value_type", dtype)
             if not pa.types.is_null(dtype):
@@ -172,7 +170,7 @@ def _check_lists(config: Config, feature: str, column: str, dtypes: dict[str, pa
         raise UserError(
             f"config key 'model.item_id': column '{column}' of {nested[0]} is {dtypes[nested[0]]}, not one id a row"
         )
-    lists = [key for key, dtype in dtypes.items() if pa.types.is_list(dtype) or pa.types.is_large_list(dtype)]
+    lists = [key for key, dtype in dtypes.items() if pa.types.is_list(dtype)]
     single = [key for key, dtype in dtypes.items() if key not in nested and not pa.types.is_null(dtype)]
     if lists and single:
         raise UserError(
