@@ -56,10 +56,6 @@ class Fitted:
             lines.append(f"memory.fit: {offer.change} saves {shown(offer.saved)}{enough} ({offer.change.full_cost})")
         return [*lines, f"memory.fit: {self.advice}"] if self.advice else lines
 
-    def as_json(self) -> list[dict[str, Any]]:
-        """Return the changes for programs."""
-        return [offer.as_json() for offer in self.changes]
-
 
 @dataclass(frozen=True)
 class DryRun:
@@ -185,7 +181,7 @@ def as_json(result: DryRun) -> dict[str, Any]:
         "shards": [asdict(shard) for shard in result.shards],
         "time": None if result.time is None else result.time.as_json(),
         "instead": result.instead,
-        "changes": result.fitted.as_json() if result.fitted else [],
+        "changes": [offer.as_json() for offer in result.fitted.changes] if result.fitted else [],
         "missing_bytes": result.fitted.missing if result.fitted else None,
         "allow": [saver.name for saver in result.fitted.allow] if result.fitted else [],
         "seconds": round(result.seconds, 2),

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ _MOST_SAMPLES = 1200
 _MOST_SPANS = 600
 _RECENT_SPANS = 3
 _SAME_BYTES = 1 << 20
-_PROCESS = Path("/proc/self")
 
 
 def rss() -> int:
@@ -41,10 +40,8 @@ def peak_rss() -> int:
 
 def reset_peak_rss() -> None:
     """Reset `peak_rss`, if the kernel allows it."""
-    try:
-        (_PROCESS / "clear_refs").write_text("5")
-    except OSError:
-        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 class _MallInfo(ctypes.Structure):

@@ -289,16 +289,16 @@ def test_a_dry_run_that_nothing_fits_says_what_would_be_enough() -> None:
     with rehearse_world(1, 1, topology_of(config).device):
         *_, found = _fit(config, FACTS, topology_of(config), None)
         *changes, told = found.sentences()
-        assert found.missing > 0 and len(changes) == len(found.as_json()) > 0
-        for line, change in zip(changes, found.as_json(), strict=True):
-            assert line.startswith(f"memory.fit: {change['settings']} saves ") and "which is not enough (" in line
-            assert change["saved_bytes"] >= 0
+        assert found.missing > 0 and len(changes) == len(found.changes) > 0
+        for line, offer in zip(changes, found.changes, strict=True):
+            assert line.startswith(f"memory.fit: {offer.change} saves ") and "which is not enough (" in line
+            assert offer.saved >= 0
         assert "missing over all ranks; memory.allow=[row_wise_state] would be enough: otherwise" in told
         config = replace(config, memory=replace(config.memory, allow=tuple(found.allow)))
         *_, found = _fit(config, FACTS, topology_of(config), None)
         (line,) = found.sentences()
     assert not found.missing and found.allow == [] and line.endswith("; something else is learned)")
-    assert found.as_json()[0]["saved_bytes"] == pytest.approx(20_000_000 * 7 * 4, rel=0.01)
+    assert found.changes[0].saved == pytest.approx(20_000_000 * 7 * 4, rel=0.01)
 
 
 # Tables are what takes most here, which predictions know to the byte.
