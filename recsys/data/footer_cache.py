@@ -38,8 +38,8 @@ class CachedFooters:
 
     footers: Mapping[FileKey, Footer] = field(default_factory=dict)
     layouts: Sequence[pa.Schema] = ()
-    filter_schema: pa.Schema | None = None
-    schema: pa.Schema | None = None
+    filter_schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
 
 
 def load_footers(path: Path, columns: Sequence[str], text: str | None) -> CachedFooters:
@@ -76,8 +76,8 @@ def kept_schema(path: Path) -> pa.Schema:
         header = json.loads((pq.read_schema(path).metadata or {})[b"footers"])
         layouts = [_decoded(text).remove_metadata() for text in header["layouts"]]
         of_files = pa.unify_schemas(layouts, promote_options="permissive")
-        read = _decoded(header["schema"]) if "schema" in header else pa.schema([])
-        return pa.schema([*of_files, *(field for field in read if field.name not in of_files.names)])
+        keys = (field for field in _decoded(header["schema"]) if field.name not in of_files.names)
+        return pa.schema([*of_files, *keys])
     except (pa.ArrowException, OSError, ValueError, KeyError):
         return pa.schema([])
 
@@ -87,8 +87,8 @@ def save_footers(path: Path, columns: Sequence[str], text: str | None, known: Ca
     header = {
         "made_for": [_VERSION, list(columns), text],
         "layouts": list(map(_encoded, known.layouts)),
-        "filter_schema": _encoded(known.filter_schema or pa.schema([])),
-        "schema": _encoded(known.schema or pa.schema([])),
+        "filter_schema": _encoded(known.filter_schema),
+        "schema": _encoded(known.schema),
     }
     rows = [
         {"name": name, "size": size, "time": time, **{fact: getattr(footer, fact) for fact in _FACTS}}
