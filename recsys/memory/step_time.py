@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from recsys.config import Config
-from recsys.config.choices import ROW_SPLITS, FloatType, ShardingChoice
+from recsys.config.choices import FloatType
 from recsys.config.features import dims_of, features_by_table, float_columns, sampled_rows
 from recsys.errors import UserError
 from recsys.memory.facts import DataFacts, DenseFacts
@@ -154,8 +154,7 @@ def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topo
     elements, vectors = [0.0] * ranks, [0.0] * ranks
     for shard in shards:
         everywhere = 1 if shard.sharding_type == "data_parallel" else ranks
-        split = ShardingChoice(shard.sharding_type) in ROW_SPLITS
-        share = shard.size[0] / config.tables[shard.table].num_embeddings if split else 1.0
+        share = shard.size[0] / config.tables[shard.table].num_embeddings
         for name in features[shard.table]:
             count = rows * everywhere * data.mean_ids[name]
             elements[shard.rank] += count * share * shard.size[1]
