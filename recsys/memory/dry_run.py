@@ -51,9 +51,7 @@ class Fitted:
     def sentences(self) -> list[str]:
         """Return it for people."""
         enough = ", which is not enough" if self.missing else ""
-        lines = []
-        for offer in self.changes:
-            lines.append(f"memory.fit: {offer.change} saves {shown(offer.saved)}{enough} ({offer.change.full_cost})")
+        lines = [f"memory.fit: {x.change} saves {shown(x.saved)}{enough} ({x.change.full_cost})" for x in self.changes]
         return [*lines, f"memory.fit: {self.advice}"] if self.advice else lines
 
 

@@ -21,11 +21,8 @@ SETUP = "`bash scripts/setup.sh` installs a set that goes together (without a cl
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide what a run does, for reports."""
-    versions = {"python": platform.python_version()}
-    for name in REPORTED:
-        if version := _version(name):
-            versions[name] = version
-    return versions
+    installed = {name: version for name in REPORTED if (version := _version(name))}
+    return {"python": platform.python_version(), **installed}
 
 
 def is_installed(package: str) -> bool:

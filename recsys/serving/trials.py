@@ -219,11 +219,9 @@ class Trials:
     def num_shared(self, table: str) -> int:
         """Return the number of rows at the end of a table that several ids share; further pruning merges them."""
         settings = self.config.tables[table]
-        return (
-            settings.num_buckets
-            if settings.mapping is IdMappingType.vocabulary
-            else int(settings.kept_rows is not None)
-        )
+        if settings.mapping is IdMappingType.vocabulary:
+            return settings.num_buckets
+        return int(settings.kept_rows is not None)
 
     @cached_property
     def norms(self) -> dict[str, np.ndarray]:
