@@ -125,9 +125,9 @@ def add_changes(parser: argparse.ArgumentParser, about: str) -> None:
 
 
 def with_data(words: list[str]) -> list[str]:
-    """Return changes of a config with the words that are none, which are paths, as data.test.
+    """Return the changes of a config among words; all other words are paths, which become one change of data.test.
 
-    So is the name of a folder of a partition, such as day=5, as no section may be changed as a whole.
+    A path, too, is the name of a folder of a partition, such as day=5, if there is such a folder.
 
     Raises:
         UserError: data.test is among the changes too.

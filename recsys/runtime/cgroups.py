@@ -20,7 +20,7 @@ def cgroup_bytes() -> int | None:
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use, or has the time of: more threads would pause by turns."""
+    """Return how many cores' time this process may use; more threads than that would pause by turns."""
     limits = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     for folder, is_first in _folders("cpu"):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first else ("cpu.max",)

@@ -55,7 +55,8 @@ def _random_bits(key: int, rows: np.ndarray, columns: np.ndarray) -> Iterator[tu
     of_columns = columns.astype(np.uint64) * np.uint64(INCREMENT)
     step = max(1, _AT_ONCE // max(1, len(columns)))
     bits, shifted = np.empty((2, step, len(columns)), np.uint64)
-    # Of rows in a row, blocks differ by a number; to add few columns to each takes half as long as all the rest.
+    # Of consecutive rows, each block is the first one plus a number. To add rows and columns anew would take half as
+    # long as all the rest where columns are few.
     in_order = len(rows) > step and bool((np.diff(rows) == 1).all())
     first = of_rows[:step, None] + of_columns if in_order else bits
     for start in range(0, len(rows), step):

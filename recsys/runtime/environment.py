@@ -48,7 +48,7 @@ def is_first_rank() -> bool:
 
 
 def is_first_without_torchrun() -> bool:
-    """Return whether this is the first rank of its machine, and no torchrun hands on what it dies of."""
+    """Return whether this is the first rank of its machine, and was not started by torchrun, which reports errors."""
     return LAUNCHER_FILE not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -65,13 +65,13 @@ def colours_on(stream: TextIO) -> bool:
 def restart_with_malloc_settings() -> None:
     """Start this program anew, in this process, with glibc told to keep no caches of threads, and to use huge pages.
 
-    PyTorch asks for aligned blocks, and of each glibc cuts off a few bytes before and behind. Those in a thread's cache
-    count as used: what a tensor leaves never becomes one with its neighbour, the next tensor of its size does not fit
-    there, and heaps grow to twice what lives in them, by chance. In huge pages memory is taken 2 MiB at a time, where
-    each step faulted thousands of pages in: layers of 256 to 1024 trained in 0.71 to 0.88 of the time.
+    PyTorch asks for aligned blocks, and glibc cuts a few bytes off before and behind each. Bytes in a thread's cache
+    count as used, so that a freed block is not joined with them, the next tensor of its size does not fit there, and
+    heaps grow to twice what lives in them, by chance. Huge pages give memory 2 MiB at a time; without them each step
+    faulted thousands of pages in, and with them layers of 256 to 1024 trained in 0.71 to 0.88 of the time.
 
-    It is for programs, before they import libraries: glibc reads settings at the start only. Settings of the user's own
-    stay; another C library does not have these.
+    For programs, before they import libraries, since glibc reads settings at the start only. Settings of the user's own
+    stay, and with another C library nothing happens.
     """
     tunables, is_late = os.environ.get(_TUNABLES, ""), {"torch", "pyarrow"} & sys.modules.keys()
     missing = [setting for setting in (_NO_CACHE, _HUGE_PAGES) if setting.partition("=")[0] not in tunables]
@@ -98,30 +98,30 @@ def prepare_environment() -> None:
     # Arrow's own allocator keeps what each thread has freed: of 40 MiB decoded at most it held 110, or, told to give
     # it back at once, took twice the time. malloc takes as long, and holds what is used.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-    # PyTorch then begins blocks of 2 MiB and more at a page, and asks for huge pages. What malloc cuts off before and
-    # behind them is no sliver any more that small objects fill, so that a block fits where one of its size was: heaps
-    # of layers of 256 to 1024 took 1.3 times what lived in them, and twice with blocks that begin at any 64 bytes.
+    # PyTorch then aligns blocks of 2 MiB and more to pages, and asks for huge pages. Of blocks that are aligned to 64
+    # bytes malloc cuts off slivers, small objects fill these, and the next block of that size does not fit there: heaps
+    # of layers of 256 to 1024 took twice what lived in them so, and 1.3 times with blocks aligned to pages.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # PyTorch and oneDNN keep a compiled product of halves for each shape seen, 1,024 of a megabyte or two: lists of
     # all lengths through layers in BF16 took a gigabyte. Ten layers have some 30 products, of batches of one size.
     os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
-    # A thread of libgomp that has done its part spins for 300,000 turns before it sleeps, some ten milliseconds where a
-    # step takes five, and meanwhile no thread that decodes has its core. Let go after one millisecond, two threads on
-    # two cores trained 1.17 times the rows at batches of 2,048, and 1.08 times at 8,192. After none, waking it up each
-    # time doubles a step.
+    # A thread of libgomp that has done its part spins for 300,000 turns before it sleeps: some ten milliseconds, in
+    # which no thread that decodes has its core, while a step takes five. Spinning for one millisecond, two threads on
+    # two cores trained 1.17 times the rows at batches of 2,048, and 1.08 times at 8,192. Without spinning, waking the
+    # thread up each time doubles a step.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     # What torch warns of in C++ are twenty lines of addresses, as where a rank has ended and others still ask it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # CUDA's allocator then grows the block that it has, where it would cut batches of other sizes out of new ones.
+    # CUDA's allocator then grows the block that it has; by default it takes a new one for a batch of another size.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # Blocks from the first size on come from the system, in huge pages, and go back to it when they are freed; smaller
-    # ones are cut out of heaps, whose free end goes back beyond the second. glibc by itself raises both, up to 32 and
-    # 64 MiB, as it sees large blocks freed; a step's large blocks then left holes in the heap. Experts of 16,384 rows
-    # took 847 MiB so, and 676 from 2 MiB on; the CPU time of steps of 2,048 to 16,384 rows was the same, as far as four
-    # pairs of runs could tell.
+    # Blocks of the first size and more come from the system, in huge pages, and go back to it when they are freed.
+    # Smaller ones are cut out of heaps, whose free end goes back once it is larger than the second. glibc by itself
+    # raises both, up to 32 and 64 MiB, as it sees large blocks freed; those of steps then left holes in the heap.
+    # Experts of 16,384 rows took 847 MiB so, and 676 with these sizes; the CPU time of steps of 2,048 to 16,384 rows
+    # was the same, as far as four pairs of runs could tell.
     _tell_malloc(_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", HEAP_BLOCK_BYTES)
     _tell_malloc(_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_", 64 << 20)
     logging.getLogger().addFilter(_is_news)
@@ -131,9 +131,9 @@ def prepare_environment() -> None:
 def importing() -> Iterator[None]:
     """Prepare the environment and check versions; then a program imports, without Python's collector of cycles.
 
-    It looked through the libraries' objects again and again while they grew to 400,000, and more than once at the
-    program's end: 1.0 s of 4.9. It is called once after the imports, so that what is garbage takes no memory, and
-    leaves out from then on what is there. For programs alone: what is there stays until they end.
+    While libraries make 400,000 objects, the collector looks through them again and again, and more than once at the
+    program's end: 1.0 s of 4.9. So it runs once after the imports, which frees what is garbage by then, and leaves out
+    the other objects from then on. For programs alone, since these objects stay until the process ends.
     """
     prepare_environment()
     check_versions()
@@ -156,9 +156,9 @@ def _is_news(record: logging.LogRecord) -> bool:
 def keep_freed_memory() -> None:
     """Let malloc keep freed memory from now on, for runs on a GPU, whose memory is the one that counts.
 
-    Threads that decode take and free blocks of megabytes all the time. From the system these come as pages that are
-    still to be found and zeroed: on 16 cores beside an H100 that was a quarter of the time of decoding lists, and what
-    several threads of a process do one after the other. A variable that the user has set stays.
+    Threads that decode take and free blocks of megabytes all the time. The system has to find and zero the pages of
+    such a block, for one thread of a process after the other: on 16 cores beside an H100 that took a quarter of the
+    time of decoding lists. A variable that the user has set stays.
     """
     global _keeps_freed
     _keeps_freed = True

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recsys.errors import UserError, why
 
-# What file systems say that sync no folders, such as some of networks and of virtual machines.
+# Errors of file systems that cannot sync folders, such as some of networks and of virtual machines.
 _NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 
 

@@ -99,7 +99,7 @@ def is_called() -> bool:
 def end_with_parent() -> None:
     """Send SIGTERM to this process when its parent ends, even by SIGKILL.
 
-    It is for ranks of torchrun, whose others would not be ended by it any more, and for those that were given
+    For ranks of torchrun, which nobody ends once torchrun is gone, and for processes that were given
     `environment_of_child`.
     """
     parent = os.environ.pop(_PARENT, "")

@@ -16,9 +16,9 @@ ROW_GROUP_ROWS = 1 << 16  # held in memory
 
 
 def prepare_parquet(path: Path, *columns: str) -> None:
-    """Refuse an OUT that is there, not empty, and none of a command's own files, which have these columns.
+    """Refuse an OUT that exists and is neither empty nor a file of the command, all of which have these columns.
 
-    So a glob that the shell has expanded to the data's own files, or two words in the wrong order, costs nothing.
+    So no data are overwritten where the shell has expanded a glob to files of data, or two words are exchanged.
 
     Raises:
         UserError: it is such a file; or as of `prepare_output`.

@@ -24,7 +24,7 @@ def computing_threads(wanted: int | None, device: torch.device, local_world_size
 def decoding_threads(wanted: int | None, device: torch.device, local_world_size: int) -> int:
     """Return how many threads of a rank decode: `wanted`, or two, and on GPUs the rank's cores less two, up to 12.
 
-    Where GPUs are planned for and none is here, the cores beside them are not known, and 12 is what would take most.
+    Where GPUs are planned for and none is here, the cores beside them are not known: it is 12, which takes most memory.
     """
     if wanted is not None:
         return wanted
