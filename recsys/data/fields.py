@@ -30,7 +30,7 @@ class Place:
 
     @classmethod
     def of(cls, field: pa.Field) -> "Place":
-        """Return the place that `field` of this class has described."""
+        """Return the place that the metadata of a field tell, which `Place.field` has made."""
         return cls(field.type, *json.loads(field.metadata[b"place"]))
 
     def field(self, name: str, dtype: pa.DataType, **metadata: str) -> pa.Field:

@@ -48,8 +48,8 @@ def load_footers(path: Path, columns: Sequence[str], text: str | None) -> Cached
     A damaged file counts as none, since all of it can be read from the data again.
 
     Args:
-        columns: the needed ones, and those of them once more that may be missing: footers that were read while others
-            might be have not been looked at for these.
+        columns: the needed ones, then those of them that may be missing. Where others of them could be missing, the
+            footers were not checked for these.
     """
     try:
         table = pq.read_table(path, page_checksum_verification=True)

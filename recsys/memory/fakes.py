@@ -22,7 +22,7 @@ from recsys.step.step import TrainStep
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Make tensors without memory, and no random numbers that training would miss."""
+    """Make tensors without memory, and leave random generators as they were, so that training draws the same."""
     # A model of one's own may draw of Python and NumPy, and torch numbers its fakes of collectives at random.
     python, numpy = random.getstate(), np.random.get_state()
     # --debug looks for values that are not finite, and fake tensors have none.

@@ -63,8 +63,8 @@ class Lookups:
         return int(vectors), int(reduced), int(ids)
 
     def update_temporaries(self, rows: int, means: Mapping[str, float]) -> int:
-        """Return what the update of a table by a rule in torch takes at most: while its ids are told apart, or later by
-        the gradient of each row that is looked up, and that of each id of one of its features if lists are pooled."""
+        """Return the most that the update of a table by a rule in torch takes: first to find its distinct ids, or later
+        for a gradient of each row that is looked up, and where lists are pooled one of each id of a feature."""
         most = 0.0
         for shard in self._shards:
             if shard.sharding_type == "data_parallel" or in_fbgemm(self._config, shard.table, self._on_gpu):
@@ -77,8 +77,8 @@ class Lookups:
         return int(most)
 
     def replicated_gradient(self, rows: int, means: Mapping[str, float]) -> int:
-        """Return the bytes of the gradients by tables that every rank holds, summed over ranks in FP32, with a mark for
-        each row, and of the gradient by the ids of one of their features."""
+        """Return the bytes of gradients of tables that every rank holds: in FP32, as they are summed over ranks, with a
+        mark for each row; and of the gradient of one of their features by its ids."""
         replicas = {shard.table: shard.size for shard in self._shards if shard.sharding_type == "data_parallel"}
         of_tables = sum(height * (columns + 1) for height, columns in replicas.values())
         of_tables *= 2 if self._ranks == 1 and not self._on_gpu else 1  # of each half of the batch

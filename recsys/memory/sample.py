@@ -29,8 +29,12 @@ _ENTRY_BYTES = 80  # of a distinct text, while the dictionary is built that it i
 
 @dataclass(frozen=True)
 class _Distinct:
-    """How many ids the first rows of a column hold, and of the first of these, the `counted` ones, how many are
-    distinct, come once, and come twice."""
+    """Numbers of ids in the first rows of a column.
+
+    Attributes:
+        ids: all. counted: the first of these, of which the other numbers are.
+        distinct: different ids. once, twice: those that come once, and twice.
+    """
 
     ids: int
     counted: int
