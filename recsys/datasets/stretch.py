@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -83,7 +83,7 @@ class Stretch:
         user = self._user[start:stop]
         # side="left": rows of the same moment do not count as earlier.
         ends = np.searchsorted(self._keys, time_key(user, self._moment[start:stop]), side="left")
-        return dict(self._up_to(user, self._starts[user] + self._length[user] + ends - self._first[user]))
+        return self._up_to(user, self._starts[user] + self._length[user] + ends - self._first[user])
 
     def carried(self, count: int) -> pa.Table:
         """Return the lists carried over to later rows, in the form of `before`, computed for some users at a time."""
@@ -91,20 +91,18 @@ class Stretch:
         for start in range(0, len(self._users), count):
             users = self._users.slice(start, count)
             user = np.arange(start, start + len(users))
-            lists = dict(self._up_to(user, self._starts[user + 1]))
+            lists = self._up_to(user, self._starts[user + 1])
             table = pa.table([users, *lists.values()], self._others.schema)
             tables.append(table.filter(pc.greater(pc.list_value_length(table.column(1)), 0)))
         return pa.concat_tables(tables)
 
-    def _up_to(self, user: np.ndarray, ends: np.ndarray) -> Iterator[tuple[str, pa.ListArray]]:
-        """Yield, by name, lists of users that end before given places of the values."""
+    def _up_to(self, user: np.ndarray, ends: np.ndarray) -> dict[str, pa.ListArray]:
+        """Return, by name, lists of users that end before given places of the values."""
         offsets, positions = slices(np.maximum(self._starts[user], ends - self._most), ends)
-        chosen = pa.array(positions)
+        bounds, chosen, lists = pa.array(offsets, pa.int32()), pa.array(positions), dict[str, pa.ListArray]()
         for kind, values in zip(self._kinds, self._values, strict=True):
-            yield (
-                kind.name,
-                pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values.take(chosen).cast(kind.type)),
-            )
+            lists[kind.name] = pa.ListArray.from_arrays(bounds, values.take(chosen).cast(kind.type))
+        return lists
 
 
 def _pooled(carried: pa.ChunkedArray, own: pa.ChunkedArray, dtype: pa.DataType) -> pa.Array:
