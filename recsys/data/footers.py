@@ -95,9 +95,9 @@ class FooterParser:
         key: str,
         columns: Mapping[str, str],
         filtered: Mapping[str, str],
-        optional: Sequence[str] = (),
-        layouts: Sequence[pa.Schema] = (),
-        like: pa.Schema | None = None,
+        optional: Sequence[str],
+        layouts: Sequence[pa.Schema],
+        like: pa.Schema | None,
     ) -> None:
         self.key, self.optional, self.layouts, self.like = key, optional, list(layouts), like
         self.wanted = {**filtered, **columns}

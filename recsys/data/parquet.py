@@ -83,7 +83,7 @@ def _counted(
 ) -> tuple[np.ndarray, list[Footer]]:
     """Return how many rows of each row group match, int64, counting where footers do not tell; and footers that do."""
     schema = dataset.filter_schema
-    matching = certain_rows(condition.bind(schema), schema, files, footers, dataset.layouts)
+    matching = certain_rows(condition, schema, files, footers, dataset.layouts)
     unknown = np.flatnonzero(matching < 0)
     if len(unknown):
         logger.info("%s: counting the rows that match the filter in %d row groups", dataset.key, len(unknown))

@@ -32,7 +32,7 @@ def prune_by_path(files: Files, condition: Condition, parser: FooterParser, know
     schema = pa.schema([(name, of_path.get(name, pa.null())) for name in condition.columns()])
     # A file counts as one row, of whose columns only the keys are known.
     footer = Footer(0, [1], [0], 0)
-    rows = certain_rows(condition.bind(schema), schema, files, [footer] * len(files.names), [pa.schema([])])
+    rows = certain_rows(condition, schema, files, [footer] * len(files.names), [pa.schema([])])
     return files.select(rows != 0)
 
 
@@ -53,7 +53,7 @@ def certain_rows(
 ) -> np.ndarray:
     """Return the number of rows that match in each row group, int64, -1 where they have to be counted."""
     rows = np.array([count for footer in footers for count in footer.num_rows], np.int64)
-    bounds = {}
+    condition, bounds = condition.bind(schema), {}
     for field in schema:
         known = [
             _statistics(footer, layouts[footer.layout], name, field)

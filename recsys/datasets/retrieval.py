@@ -181,7 +181,7 @@ def write_retrieval(
     write_files([log.items], len(log.items), folder / "items", files=2)
 
 
-def write_users(folder: Path, log: Log, most: int = HISTORY) -> None:
+def write_users(folder: Path, log: Log, most: int) -> None:
     """Write a row for each user, to recommend to: the last ``most`` of all their items, and all as seen."""
     every = Timeline(log, np.ones(len(log.user), np.bool_), most)
     user = distinct(log.user)
