@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
-from recsys.config import Config
 from recsys.data.batch import Batch
 from recsys.data.inputs import Inputs
 from recsys.data.order import Position
@@ -15,12 +15,13 @@ from recsys.serving.neurons import HiddenLayer
 from recsys.step.micro_batches import Lookup, MicroBatches, StepLoss, task_weights
 
 
-def importances(inputs: Inputs, step: Any, config: Config) -> dict[str, torch.Tensor]:
-    """Return, by table, sums of |gradient × weight| over the ids of this rank's rows, [rows] FP32; collective.
+def importances(inputs: Inputs, step: Any) -> dict[str, np.ndarray]:
+    """Return, by table, sums of |gradient × weight| over the ids of all ranks' rows, float32 [rows]; collective.
 
     Args:
         step: a `TrainStep` in eval mode, whose tables are all looked up id by id; it is not changed.
     """
+    config = inputs.config
     totals = {name: torch.zeros(table.num_embeddings) for name, table in config.tables.items()}
     for batch, by_id, gradients in _passes(inputs, step):
         for (name, vectors), gradient in zip(by_id.items(), gradients, strict=True):
@@ -28,11 +29,11 @@ def importances(inputs: Inputs, step: Any, config: Config) -> dict[str, torch.Te
                 change = (gradient * vectors.values().float()).sum(1).abs().cpu()
                 rows = batch.ids[name].values().long().cpu()
                 totals[config.features[name].table or ""].index_add_(0, rows, change)
-    return totals
+    return {name: inputs.world.sum(total).numpy() for name, total in totals.items()}
 
 
-def neuron_importances(inputs: Inputs, step: Any, layers: Mapping[str, HiddenLayer]) -> dict[str, torch.Tensor]:
-    """Return, by layer, sums of |activation × gradient| of its neurons over this rank's rows, [width] FP32.
+def neuron_importances(inputs: Inputs, step: Any, layers: Mapping[str, HiddenLayer]) -> dict[str, np.ndarray]:
+    """Return, by layer, sums of |activation × gradient| of its neurons over all ranks' rows, float32 [width].
 
     Collective; `step` as of `importances` (Molchanov et al. 2017, arXiv:1611.06440, without the mean over a batch).
     """
@@ -54,7 +55,7 @@ def neuron_importances(inputs: Inputs, step: Any, layers: Mapping[str, HiddenLay
         pass
     for hook in hooks:
         hook.remove()
-    return totals
+    return {name: inputs.world.sum(total).numpy() for name, total in totals.items()}
 
 
 def _passes(inputs: Inputs, step: Any) -> Iterator[tuple[Batch, dict[str, Any], list[torch.Tensor | None]]]:

@@ -235,18 +235,14 @@ class Trials:
         return lengths
 
     def gradients(self, compression: Compression) -> dict[str, np.ndarray]:
-        """Return the importance of rows as of `importances`, summed over ranks, float32 [rows] by table."""
+        """Return the `importances` of rows by table."""
         self._apply(compression)
-        self._opened.model.eval()
-        totals = importances(self._opened.inputs, self._opened.model.module, self.config)
-        return {name: self.world.sum(total).numpy() for name, total in totals.items()}
+        return importances(self._opened.inputs, self._opened.model.module)
 
     def neuron_gradients(self, compression: Compression) -> dict[str, np.ndarray]:
-        """Return the importance of neurons as of `neuron_importances`, summed over ranks, float32 [width] by layer."""
+        """Return the `neuron_importances` by layer."""
         self._apply(compression)
-        self._opened.model.eval()
-        totals = neuron_importances(self._opened.inputs, self._opened.model.module, self.layers)
-        return {name: self.world.sum(total).numpy() for name, total in totals.items()}
+        return neuron_importances(self._opened.inputs, self._opened.model.module, self.layers)
 
     def pruning(self, table: str, rows: Sequence[int] | np.ndarray) -> Pruning:
         """Return the pruning of some rows of a table, which share their mean weighted by counts in data.train."""
@@ -301,7 +297,8 @@ class Trials:
 
     @torch.no_grad()
     def _apply(self, compression: Compression) -> None:
-        """Let the model read vectors, and neurons, as a compression leaves them."""
+        """Let the model, in eval mode, read vectors and neurons as a compression leaves them."""
+        self._opened.model.eval()  # evaluations leave it in training mode
         for weights, as_trained in self._dense:
             weights.copy_(as_trained)
         hide_neurons(self.layers, compression.neurons)
