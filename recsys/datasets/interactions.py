@@ -210,33 +210,30 @@ def _one_item_a_row(table: pa.Table, item: str) -> pa.Table:
 
 def _log(table: pa.Table, columns: LogOptions, split: np.ndarray | None) -> tuple[Log, np.ndarray | None]:
     """Return each user's first row with each item, or all rows, and their split, if there is one."""
-    user, users = _numbered(table, columns.user)
-    item, items = _numbered(table, columns.item)
+    (user, users), (item, items) = _numbered(table, columns.user), _numbered(table, columns.item)
     time = np.arange(len(table)) if columns.time is None else _ranks(table, columns.time)
     order = np.argsort(time, kind="stable")
     first_order = order if split is None else order[np.argsort(split[order], kind="stable")]
-    _, first = np.unique(user[first_order] * len(items[0]) + item[first_order], return_index=True)
+    _, first = np.unique(user[first_order] * len(items) + item[first_order], return_index=True)
     rows = np.sort(first_order[first]) if columns.train_rows == "interactions" else np.arange(len(table))
-    for codes, known, features in ((user, users, columns.user_features), (item, items, columns.item_features)):
-        latest = np.empty(len(known[0]), np.int64)
-        latest[codes[order]] = order  # of several the last stays
-        known += [table[name].take(pa.array(latest)) for name in features]
+    of_users = _featured(table, order, user, users, [columns.user, *columns.user_features])
+    of_items = _featured(table, order, item, items, [columns.item, *columns.item_features])
     kept = table.select([columns.time]).take(pa.array(rows)) if columns.time else None
-    log = Log(
-        user[rows],
-        item[rows],
-        time[rows],
-        kept,
-        pa.table(users, [columns.user, *columns.user_features]),
-        pa.table(items, [columns.item, *columns.item_features]),
-    )
+    log = Log(user[rows], item[rows], time[rows], kept, of_users, of_items)
     return log, None if split is None else split[rows]
 
 
-def _numbered(table: pa.Table, name: str) -> tuple[np.ndarray, list[pa.Array]]:
+def _featured(table: pa.Table, order: np.ndarray, numbers: np.ndarray, ids: pa.Array, names: list[str]) -> pa.Table:
+    """Return ids, under the first of `names`, with the features of each one's last row; `numbers` are of the rows."""
+    latest = np.empty(len(ids), np.int64)
+    latest[numbers[order]] = order  # of several the last stays
+    return pa.table([ids, *(table[name].take(pa.array(latest)) for name in names[1:])], names)
+
+
+def _numbered(table: pa.Table, name: str) -> tuple[np.ndarray, pa.Array]:
     """Return the number of each row's id, int64 [rows], and the ids in the order of their first rows."""
     encoded = id_column(table, name).dictionary_encode()
-    return encoded.indices.to_numpy().astype(np.int64), [encoded.dictionary]
+    return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary
 
 
 def _ranks(table: pa.Table, name: str) -> np.ndarray:
