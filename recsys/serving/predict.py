@@ -158,13 +158,11 @@ def scored(
     kept, rows = KeptRows(loader, columns), 0
     for output in outputs_of(opened.inputs, opened.model, loader):
         table, scores = kept.take(output.batch.num_rows), results(output).slice(0, output.batch.num_rows)
-        for name, column in zip(scores.column_names, scores.columns, strict=True):
-            if name in table.column_names:
-                raise UserError(f"--keep: column '{name}' would be there twice; leave it out, or rename it in the data")
-            table = table.append_column(name, column) if table.num_columns else pa.table({name: column})
+        if twice := [name for name in scores.column_names if name in table.column_names]:
+            raise UserError(f"--keep: column '{twice[0]}' would be there twice; leave it out, or rename it in the data")
         rows += loader.global_batch_size
         show(rows)
-        yield table
+        yield pa.table([*table.columns, *scores.columns], [*table.column_names, *scores.column_names])
 
 
 class KeptRows:
