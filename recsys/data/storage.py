@@ -2,9 +2,10 @@
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import compress
 from typing import ParamSpec, TypeVar
 from urllib.parse import unquote
 
@@ -123,21 +124,23 @@ class Files:
     times: np.ndarray
 
     def select(self, chosen: np.ndarray) -> "Files":
-        """Return some of the files: a mask, or their numbers."""
-        numbers = np.arange(len(self.names))[chosen]
-        names = tuple(self.names[i] for i in numbers.tolist())
-        return Files(self.storage, names, self.sizes[numbers], self.times[numbers])
+        """Return some of the files, by a mask [files]."""
+        return Files(self.storage, tuple(compress(self.names, chosen)), self.sizes[chosen], self.times[chosen])
 
     def partition_type(self, column: str, like: pa.Schema | None = None) -> pa.DataType:
-        """Return the type of a column whose values are in the paths: string where it is in `like`, else by its values,
-        and null where no path has it.
+        """Return the type of a column whose values are in the paths: string where it is in `like`, else int32 or string
+        as pyarrow.dataset infers it from the values, and null where no path has it.
 
         Digits alone are numbers in the paths of one data set, and may be texts among those of another.
         """
         if like is not None and column in like.names and pa.types.is_string(like.field(column).type):
             return pa.string()
-        values = [keys[column] for keys in map(partition_keys, self.names) if column in keys]
-        return partition_type(values) if values else pa.null()
+        values = {keys[column] for keys in map(partition_keys, self.names) if column in keys}
+        try:
+            pa.array([*values], pa.string()).cast(pa.int32())
+        except pa.ArrowInvalid:
+            return pa.string()
+        return pa.int32() if values else pa.null()
 
 
 def partition_keys(name: str) -> dict[str, str | None]:
@@ -160,15 +163,6 @@ def partition_column(value: str | None, dtype: pa.DataType, num_rows: int) -> pa
     if pa.types.is_string(dtype):
         return pa.DictionaryArray.from_arrays(np.zeros(num_rows, np.int32), pa.array([value], dtype))
     return pa.repeat(pa.scalar(value).cast(dtype), num_rows)
-
-
-def partition_type(values: Iterable[str | None]) -> pa.DataType:
-    """Return the type of a partition key with these values as pyarrow.dataset infers it: int32 or string."""
-    try:
-        pa.array(sorted({value for value in values if value is not None}), pa.string()).cast(pa.int32())
-    except pa.ArrowInvalid:
-        return pa.string()
-    return pa.int32()
 
 
 def reason(error: Exception) -> str:
