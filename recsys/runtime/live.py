@@ -12,7 +12,7 @@ from recsys.runtime.environment import draws_on
 
 logger = logging.getLogger("recsys")
 
-AFTER_S = 5.0  # what ends sooner needs no sign of life
+_AFTER_S = 5.0  # what ends sooner needs no sign of life
 _DRAWN_EVERY_S, _TOLD_EVERY_S = 0.2, 60.0
 _BAR_WIDTH = 20
 _CLEAR = "\r\x1b[K"
@@ -66,7 +66,7 @@ def bar(share: float) -> str:
 
 
 class Task:
-    """A context that shows the progress of a task that takes longer than `after_s`.
+    """A context that shows the progress of a task that takes more than some seconds.
 
     On a terminal it is a bar; elsewhere lines of the log, ever rarer, up to one a minute.
 
@@ -75,10 +75,8 @@ class Task:
         is_shown: of ranks that do the same, one shows it.
     """
 
-    def __init__(
-        self, what: str, total: int | None = None, unit: str = "", is_shown: bool = True, after_s: float = AFTER_S
-    ) -> None:
-        self._what, self._total, self._unit, self._after_s = what, total, unit, after_s
+    def __init__(self, what: str, total: int | None = None, unit: str = "", is_shown: bool = True) -> None:
+        self._what, self._total, self._unit = what, total, unit
         self.done = 0
         self._start, self._ended = time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True) if is_shown else None
@@ -103,7 +101,7 @@ class Task:
         return f"{self._what}: {self.done:,} of {self._total:,} {self._unit} ({share:.0%}{left})"
 
     def _show(self) -> None:
-        wait = self._after_s
+        wait = _AFTER_S
         while not self._ended.wait(wait):
             if live_line.is_on:
                 share = f"{bar(self.done / self._total)}  " if self._total else ""

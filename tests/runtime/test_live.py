@@ -72,7 +72,8 @@ def test_training_has_a_live_line_on_a_terminal_alone(tmp_path: Path) -> None:
 
 def test_a_long_task_draws_a_bar(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_DRAWN_EVERY_S", 0.01)
-    with Task("counting", 200, "rows", after_s=0.01) as task:
+    monkeypatch.setattr(live, "_AFTER_S", 0.01)
+    with Task("counting", 200, "rows") as task:
         task.done = 50
         time.sleep(0.3)
     said = terminal.getvalue()
@@ -83,12 +84,14 @@ def test_elsewhere_it_logs_ever_rarer_lines(caplog: pytest.LogCaptureFixture, mo
     monkeypatch.setattr(live, "live_line", LiveLine(io.StringIO()))
     logger = logging.getLogger("recsys")
     monkeypatch.setattr(logger, "propagate", True)
-    with caplog.at_level(logging.INFO, "recsys"), Task("planning", after_s=0.05):
+    monkeypatch.setattr(live, "_AFTER_S", 0.05)
+    with caplog.at_level(logging.INFO, "recsys"), Task("planning"):
         time.sleep(0.6)
     told = [record.getMessage() for record in caplog.records]
     assert 2 <= len(told) <= 5 and told[0] == "planning, 0 s so far"  # at 0.05, 0.1, 0.2 and 0.4 s
     caplog.clear()
-    with caplog.at_level(logging.INFO, "recsys"), Task("quick", after_s=5):
+    monkeypatch.setattr(live, "_AFTER_S", 5)
+    with caplog.at_level(logging.INFO, "recsys"), Task("quick"):
         pass
     assert not caplog.records
 
