@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
@@ -46,6 +46,17 @@ class UserError(Exception):
         """Return the mistake as that of a part: its sentence behind what has failed by it, and the lines below."""
         first, *below = self.args
         return UserError(f"{what}: {first}", *below)
+
+
+@contextlib.contextmanager
+def in_words(words: Mapping[str, str]) -> Iterator[None]:
+    """Tell mistakes inside the block in other words: each key of `words` that they hold becomes its value."""
+    try:
+        yield
+    except UserError as error:
+        for word, other in words.items():
+            error.args = tuple(str(line).replace(word, other) for line in error.args)
+        raise
 
 
 class UsageError(UserError):

@@ -1,7 +1,6 @@
 """What the config and its model want of each dataset: columns, and how they become labels and numbers."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import pyarrow as pa
 
@@ -14,7 +13,7 @@ from recsys.data.facts import Facts
 from recsys.data.figures import FloatFacts
 from recsys.data.filters import parse_filter
 from recsys.data.spec import FloatColumn, Transform
-from recsys.errors import UserError
+from recsys.errors import in_words
 from recsys.runtime.counter_random import make_key
 
 # Datasets of a retrieval model that hold users, without the items; of `queries` the vectors alone are wanted.
@@ -120,13 +119,9 @@ def _condition(config: Config, label: str) -> Condition | None:
         return None if text is None else parse_filter(text)
 
 
-@contextmanager
-def _of_label(config: Config, label: str) -> Iterator[None]:
+def _of_label(config: Config, label: str) -> AbstractContextManager[None]:
     """Let errors of conditions name the label in place of a filter."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(str(error).replace(FILTER_KEY, f"config key '{_label_key(config, label)}'")) from error
+    return in_words({FILTER_KEY: f"config key '{_label_key(config, label)}'"})
 
 
 def label_column(config: Config, name: str, finite: bool, schema: pa.Schema | None) -> FloatColumn:
@@ -169,17 +164,13 @@ def row_filter(config: Config, role: str) -> str | None:
     return kept if given is None else f"({given}) and ({kept})"
 
 
-@contextmanager
-def of_row_filter(config: Config, role: str) -> Iterator[None]:
+def of_row_filter(config: Config, role: str) -> AbstractContextManager[None]:
     """Let errors of `row_filter` name data.keep_negatives where it made the filter, or a part of it."""
-    try:
-        yield
-    except UserError as error:
-        if role != "train" or config.data.keep_negatives is None or FILTER_KEY not in str(error):
-            raise
-        given = config.data.filter.get(role) if isinstance(config.data.filter, dict) else config.data.filter
-        also = "key 'data.keep_negatives'" if given is None else "keys 'data.filter' and 'data.keep_negatives'"
-        raise UserError(str(error).replace(FILTER_KEY, f"config {also}")) from error
+    if role != "train" or config.data.keep_negatives is None:
+        return nullcontext()
+    given = config.data.filter.get(role) if isinstance(config.data.filter, dict) else config.data.filter
+    also = "key 'data.keep_negatives'" if given is None else "keys 'data.filter' and 'data.keep_negatives'"
+    return in_words({FILTER_KEY: f"config {also}"})
 
 
 def with_figures(config: Config) -> list[str]:

@@ -20,8 +20,7 @@ from recsys.data.footers import metadata_of, opened, schema_read
 from recsys.data.parquet import unified
 from recsys.data.sources import find_files
 from recsys.data.storage import Storage, partition_column, partition_keys, reason
-from recsys.datasets.writer import told_of
-from recsys.errors import UserError, nearest
+from recsys.errors import UserError, in_words, nearest
 from recsys.ids import is_text, raw_times, read_keys
 
 _TIMES = (
@@ -42,7 +41,7 @@ class LogFiles:
     """
 
     def __init__(self, flag: str, paths: Sequence[Path | str]) -> None:
-        with told_of(flag, f"config key '{flag}'"):
+        with in_words({f"config key '{flag}'": flag}):
             self._files = find_files(flag, list(map(str, paths)))
         keys = {key for name in self._files.names for key in partition_keys(name)}
         self._key_kinds = {key: self._files.partition_type(key) for key in keys}

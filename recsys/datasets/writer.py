@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from recsys.data.conditions import KEY
 from recsys.data.filters import parse_filter
-from recsys.errors import UserError, nearest
+from recsys.errors import UserError, in_words, nearest
 from recsys.ids import hash_integers
 from recsys.runtime.files import naming
 from recsys.runtime.folders import whole_folder
@@ -178,7 +178,7 @@ def check_column(name: str, names: list[str]) -> None:
 
 def columns_where(where: str | None, flag: str = "--where") -> list[str]:
     """The columns that a filter names, sorted. Raises UserError, by flag, for an invalid one (``parse_filter``)."""
-    with told_of(flag):
+    with in_words({KEY: flag}):
         return sorted(parse_filter(where).columns()) if where is not None else []
 
 
@@ -189,21 +189,12 @@ def rows_where(rows: pa.Table | pa.RecordBatch, where: str) -> pa.Table | pa.Rec
 
 def is_true(rows: pa.Table | pa.RecordBatch, condition: str, flag: str) -> pa.BooleanArray:
     """Value of a condition, written as a filter, for each row; null as in SQL. Errors as of ``rows_where``, by flag."""
-    with told_of(flag):
+    with in_words({KEY: flag}):
         parsed = parse_filter(condition)
         for name in sorted(parsed.columns()):
             check_column(name, rows.schema.names)
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
         return parsed.bind(rows.schema).mask(table).combine_chunks()
-
-
-@contextmanager
-def told_of(flag: str, key: str = KEY) -> Iterator[None]:
-    """Make errors inside the block name the words of the command line in place of a config key."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(str(error).replace(key, flag)) from None
 
 
 def hash_uniform(keys: np.ndarray, seed: int) -> np.ndarray:

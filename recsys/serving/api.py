@@ -2,12 +2,11 @@
 
 import atexit
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from recsys.config import as_value, load_config
 from recsys.config.choices import Device
 from recsys.data.inputs import Given
-from recsys.errors import LAUNCHER_FILE, UserError, read_launcher_error
+from recsys.errors import LAUNCHER_FILE, UserError, in_words, read_launcher_error
 from recsys.runtime.command import run_attended
 from recsys.runtime.launch import environment_of_called, rank_of_several
 from recsys.runtime.logs import quiet_libraries
@@ -36,7 +35,6 @@ from recsys.serving.predict import (
     best_of_users,
     check_recommends,
     kept_columns,
-    naming_data,
     scored,
     scores_of_rows,
 )
@@ -184,16 +182,10 @@ class Run:
         return pa.concat_tables(scored(opened, loader, kept, results_of(), lambda rows: None))
 
 
-@contextmanager
-def _in_words_of_python() -> Iterator[None]:
+def _in_words_of_python() -> AbstractContextManager[None]:
     """Make errors call the options of commands by the names of arguments, and DATA by its own."""
-    try:
-        with naming_data():
-            yield
-    except UserError as error:
-        message = str(error.args[0]).replace("--trust-code", "trust_code=True")
-        error.args = (re.sub(r"--(data|keep)\b", r"`\1`", message), *error.args[1:])
-        raise
+    names = {"--trust-code": "trust_code=True", "--data": "`data`", "--keep": "`keep`"}
+    return in_words({f"config key '{Given.key}'": Given.key, **names})
 
 
 def _check_alone() -> None:
@@ -273,11 +265,10 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
                 raise UserError(
                     f"DATA has a column that Parquet cannot hold ({' '.join(str(error).split())})"
                 ) from error
-            try:
+            file = f"{folder}/rows.parquet"
+            columns = {f" (in {file})": "", f"the Parquet files of '{folder}'": "the columns given"}
+            with in_words({**columns, f"'{file}'": Given.key}):
                 yield folder
-            except UserError as error:
-                error.args = (_without_file(str(error), folder), *error.args[1:])
-                raise
 
 
 def _reason(data: Data, cause: BaseException | None) -> str:
@@ -287,13 +278,6 @@ def _reason(data: Data, cause: BaseException | None) -> str:
     if cause is None or not (isinstance(data, Mapping) or hasattr(type(data), "columns")):
         return ""
     return f" ({' '.join('; '.join(map(str, cause.args)).split())[:300]})"
-
-
-def _without_file(message: str, folder: str) -> str:
-    """Return a message on rows that were passed in memory, without the file that they were written to."""
-    file = f"{folder}/rows.parquet"
-    message = message.replace(f" (in {file})", "").replace(f"the Parquet files of '{folder}'", "the columns given")
-    return message.replace(f"'{file}'", Given.key)
 
 
 def _plain(table: pa.Table) -> pa.Table:

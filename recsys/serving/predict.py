@@ -1,7 +1,7 @@
 """Scores of rows, and the best items of users, as Parquet files row for row in the order of the data."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from recsys.data.loader import Loader
 from recsys.data.order import Segment
 from recsys.data.parquet import narrowed
 from recsys.data.wanted import column_of, role_features, role_lists
-from recsys.errors import UserError
+from recsys.errors import UserError, in_words
 from recsys.runtime.logs import quiet_libraries, start_logging
 from recsys.runtime.run_lock import output_lock
 from recsys.runtime.world import open_world
@@ -230,11 +230,6 @@ def best_of_users(opened: OpenRun, k: int) -> Results:
     return results
 
 
-@contextmanager
-def naming_data() -> Iterator[None]:
+def naming_data() -> AbstractContextManager[None]:
     """Make errors call the argument DATA by its name, not a config key."""
-    try:
-        yield
-    except UserError as error:
-        error.args = (str(error).replace(f"config key '{Given.key}'", Given.key), *error.args[1:])
-        raise
+    return in_words({f"config key '{Given.key}'": Given.key})
