@@ -201,6 +201,7 @@ def layer_page(config: Config, data: DataFacts, rows: int) -> str:
     traced = min(rows, _LAYER_ROWS)
     with fake_tensors():
         step = fake_step(config).eval()
+        step.dense.model.rehearse(torch.device("cuda"))  # pairs of vectors at once, not in a CPU's many blocks of rows
         pooled, by_id, batch = fake_inputs(config, data, traced, (0, traced))
         with torch.no_grad():
             layers = analyse_layers(step.dense.model, lambda: step.dense(pooled, [by_id], batch))
