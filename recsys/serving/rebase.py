@@ -18,11 +18,10 @@ import numpy as np
 
 from recsys.runtime.files import replace_file, sync
 from recsys.runtime.launch import end_with_parent
-from recsys.serving.score import MANIFEST, ExportError, Scorer, checksum, read_manifest, sha256
+from recsys.serving.score import MANIFEST, PROGRAM, ExportError, Scorer, checksum, read_manifest, sha256
 
 ASIDE = ".tmp"  # suffix of a publication that is being written
 WEIGHTS = "dense.bin"
-_PROGRAM = "dense.pt2"
 _ROWS_AT_ONCE = 1 << 16
 
 
@@ -62,7 +61,7 @@ def _write(new: "_Base", base: Path, deltas: list[Path]) -> None:
     manifest, folder = new.manifest, new.folder
     files = {name: table["vectors"] for name, table in manifest["tables"].items()}
     items = manifest.pop("items", None)  # until their vectors are written
-    changed = {MANIFEST, WEIGHTS, _PROGRAM, *(entry["file"] for entry in files.values())}
+    changed = {MANIFEST, WEIGHTS, PROGRAM, *(entry["file"] for entry in files.values())}
     changed |= {items["vectors"]["file"]} if items else set()
     new.link(base, changed)
     shutil.copyfile(deltas[-1] / WEIGHTS, folder / WEIGHTS)
@@ -71,7 +70,7 @@ def _write(new: "_Base", base: Path, deltas: list[Path]) -> None:
         _overwrite(folder / entry["file"], entry, [delta / f"tables/{name}.bin" for delta in deltas])
     for name in (WEIGHTS, *(entry["file"] for entry in files.values())):
         new.add(name)
-    manifest["beside"].pop(_PROGRAM, None)
+    manifest["beside"].pop(PROGRAM, None)
     if items:
         del manifest["files"][items["vectors"]["file"]]
         new.write_manifest()

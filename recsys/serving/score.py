@@ -37,7 +37,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 FORMAT = 1
-MANIFEST = "manifest.json"
+MANIFEST, PROGRAM = "manifest.json", "dense.pt2"  # the program is torch's, and may be missing
 NULL_ROW = 0
 ROWS_AT_ONCE = 8192  # of a file
 VERIFIED_BYTES = 64 << 20  # larger files of vectors are read by row, and verified if that is asked for
@@ -668,8 +668,7 @@ def sha256(path: Path) -> str:
 
 
 def read_manifest(folder: str | Path, verify: bool) -> dict[str, Any]:
-    """Return the manifest of an export, and compare its files with it: sizes, and checksums, those of vectors of more
-    than `VERIFIED_BYTES` only with `verify`."""
+    """Return the manifest of an export whose files are as it says: sizes, and checksums (of large ones by `verify`)."""
     try:
         path = Path(folder, MANIFEST)
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -677,11 +676,12 @@ def read_manifest(folder: str | Path, verify: bool) -> dict[str, Any]:
             raise ExportError(f"'{path}' has changed since it was written; export the run again")
         if manifest["format"] != FORMAT:
             raise ExportError(f"'{path}' has format {manifest['format']}, and this score.py reads {FORMAT}")
-        for name, entry in manifest["files"].items():
+        beside = {k: v for k, v in manifest.get("beside", {}).items() if k == PROGRAM and Path(folder, k).exists()}
+        for name, entry in (manifest["files"] | beside).items():
             size, path = entry["bytes"], Path(folder, name)
             if (num_bytes := path.stat().st_size) != size:
                 raise ExportError(f"'{path}' has {num_bytes} bytes, and was written with {size}")
-            if (verify or entry["always_verified"] or size <= VERIFIED_BYTES) and sha256(path) != entry["sha256"]:
+            if (verify or entry.get("always_verified") or size <= VERIFIED_BYTES) and sha256(path) != entry["sha256"]:
                 raise ExportError(f"'{path}' has changed since it was written; export the run again")
     except OSError as error:
         raise ExportError(f"'{error.filename}' cannot be read ({os.strerror(error.errno or 0)})") from error
