@@ -175,6 +175,17 @@ def test_an_approximate_index_of_a_single_item_is_exact(tmp_path: Path) -> None:
     assert (report["index"], report["recall@1"]) == ("Flat", 1)
 
 
+def test_of_items_with_equal_vectors_any_is_found(tmp_path: Path) -> None:
+    """Three quarters of the items have one vector; FAISS and the exact products take 20 of them, not the same."""
+    pytest.importorskip("faiss")
+    drawn = np.random.default_rng(0).standard_normal((40, 8)).astype(np.float32)
+    drawn[:30] = drawn[29]
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(np.concatenate([drawn[::-1], drawn]).reshape(-1)), 8)
+    pq.write_table(pa.table({"vector": lists}), tmp_path / "part-0.parquet")
+    index_module.build_index(tmp_path, "flat", None, "items")
+    assert json.loads((tmp_path / index_module.REPORT).read_text())["recall@20"] == 1
+
+
 @pytest.mark.slow
 def test_an_approximate_index_tells_its_recall(tmp_path: Path) -> None:
     faiss = pytest.importorskip("faiss")
