@@ -12,6 +12,7 @@ from recsys.report.text import number, size
 
 NUM_COLOURS = 8  # classes c0 … c7 of style.css
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 200, 46, 10, 10, 30
+_MOST_CHARACTERS = 7  # of a label in the left margin, as of 100,000
 _FEW = 15  # points: curves with no more get dots
 _MOST_POINTS = 240  # of a curve; in longer ones neighbours are averaged, within a band from least to most
 Points = Sequence[tuple[float, float | None]]
@@ -62,8 +63,7 @@ def line_chart(axis: Axis, series: Mapping[str, Points]) -> str:
         return round(_HEIGHT - _BOTTOM - (value - ticks[0]) / (ticks[-1] - ticks[0]) * (_HEIGHT - _BOTTOM - _TOP), 1)
 
     parts = [_band(x(start), x(stop), name, axis) for start, stop, name in axis.bands]
-    for tick in ticks:
-        text = f"{tick:,.{_digits(ticks)}f}" if axis.show is number else axis.show(tick)
+    for tick, text in zip(ticks, _labels(ticks) if axis.show is number else map(axis.show, ticks), strict=True):
         parts.append(f"<path class=grid d='M{_LEFT} {y(tick)}H{_WIDTH - _RIGHT}'/>")
         parts.append(f"<text x={_LEFT - 6} y={y(tick) + 3.5} text-anchor=end>{escape(text)}</text>")
     for tick in steps:
@@ -209,3 +209,10 @@ def _digits(ticks: list[float]) -> int:
     """Return the number of decimals with which neighbouring ticks differ."""
     step = ticks[1] - ticks[0]
     return next((digits for digits in range(9) if abs(round(step, digits) - step) < step * 1e-6), 9)
+
+
+def _labels(ticks: list[float]) -> list[str]:
+    """Return texts of ticks, with exponents where the left margin is too narrow for them, as of a huge loss."""
+    labels = [f"{tick:,.{_digits(ticks)}f}" for tick in ticks]
+    short = [f"{tick:.3g}" for tick in ticks]
+    return short if max(map(len, labels)) > _MOST_CHARACTERS and len(set(short)) == len(ticks) else labels

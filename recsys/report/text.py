@@ -27,6 +27,8 @@ def number(value: Any) -> str:
         return f"{int(value):,}"
     if abs(value) < 0.01:
         return f"{value:.3g}"
+    if abs(value) >= 1e9:  # the loss of a run that diverges: its digits would be wider than a phone
+        return f"{value:.4g}"
     return f"{value:,.{4 if abs(value) < 10 else 2 if abs(value) < 1000 else 0}f}"
 
 

@@ -335,6 +335,9 @@ def test_a_curve_has_round_ticks_gaps_and_a_band() -> None:
     assert re.findall(r"text-anchor=end>([^<]*)<", drawn) == ["0.3", "0.4", "0.5", "0.6", "step"]
     assert drawn.count("<polyline") == 2 and "<polygon" not in drawn
     assert "from 0.3100 to 0.5200, least 0.3100 at 0, most 0.5200 at 4." in drawn
+    drawn = line_chart(Axis("Loss"), {"loss": [(0, 0.31), (1, 9.2e29)]})  # no digits beyond the left margin
+    assert re.findall(r"text-anchor=end>([^<]*)<", drawn) == ["0", "2.5e+29", "5e+29", "7.5e+29", "1e+30", "step"]
+    assert "to 9.2e+29, least 0.3100 at 0, most 9.2e+29 at 1." in drawn
     many = [(step, float(step % 2)) for step in range(10_000)]
     drawn = line_chart(Axis("Loss"), {"loss": many})
     assert drawn.count("<polygon") == 1 and drawn.count("class=tip") < 300
