@@ -1,7 +1,8 @@
 """Recall and NDCG of baselines without training: popularity, items of similar users, EASE^R. Prints JSON.
 
 `baselines.py data/gowalla --k 20` reads what `recsys prepare retrieval` has written. Where a row of train is an
-interaction and not a user with a list, `--user` names the column of users.
+interaction and not a user with a list, `--user` names the column of users. Of rows that are users with a list, in the
+order of time, there are the items that came right after the user's last one, too.
 """
 
 import argparse
@@ -54,6 +55,22 @@ def scorers(train: torch.Tensor, l2: float) -> dict[str, Scores]:
     return functions
 
 
+def followers(lists: pa.ChunkedArray, corpus: pa.Array) -> Scores:
+    """Return the function from the last items of queries to how often each item came next in lists of train."""
+    flat = pc.index_in(pc.list_flatten(lists).combine_chunks(), corpus).to_numpy().astype(np.int64)
+    rows = pc.list_parent_indices(lists.combine_chunks()).to_numpy()
+    is_pair = rows[1:] == rows[:-1]
+    places = torch.from_numpy(np.stack([flat[1:][is_pair], flat[:-1][is_pair]]))
+    after = torch.sparse_coo_tensor(places, torch.ones(places.shape[1]), (len(corpus), len(corpus)))
+    after = after.coalesce().to_sparse_csr()
+    return lambda last: (after @ last.T).T
+
+
+def last_of(lists: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the last item of each list, as a list of one or none."""
+    return pa.chunked_array([pa.array([each[-1:] for each in lists.to_pylist()], lists.type)])
+
+
 def evaluate(score: Scores, queries: dict[str, torch.Tensor], k: int) -> dict[str, float]:
     """Return means over queries with targets; `queries` has `history`, `seen` and `targets`, [queries, items] each."""
     discounts, sums = 1 / torch.arange(2, k + 2).double().log2(), torch.zeros(3, dtype=torch.float64)
@@ -85,7 +102,11 @@ def main() -> None:
     queries = {name: matrix(part[name], corpus) for name in ("history", "seen", "targets")}
     lists = lists_of_train(train, arguments.user, arguments.item)
     functions = scorers(matrix(lists, corpus), arguments.l2)
-    print(json.dumps({name: evaluate(score, queries, arguments.k) for name, score in functions.items()}, indent=1))
+    results = {name: evaluate(score, queries, arguments.k) for name, score in functions.items()}
+    if arguments.item not in train.column_names:
+        queries["history"] = matrix(last_of(part["history"]), corpus)
+        results["next items"] = evaluate(followers(lists, corpus), queries, arguments.k)
+    print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

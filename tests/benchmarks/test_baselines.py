@@ -1,8 +1,8 @@
-"""benchmarks/baselines.py: rows of train that are interactions give what users with lists give."""
+"""benchmarks/baselines.py: rows of train that are interactions give what users with lists give; next items."""
 
 import pyarrow as pa
 
-from benchmarks.baselines import lists_of_train, matrix, scorers
+from benchmarks.baselines import followers, last_of, lists_of_train, matrix, scorers
 
 
 def test_interactions_and_lists_of_users_are_the_same() -> None:
@@ -13,3 +13,12 @@ def test_interactions_and_lists_of_users_are_the_same() -> None:
     assert sorted(dense[0].tolist()) == sorted(dense[1].tolist()) == [[0, 1, 0], [1, 0, 0], [1, 0, 1]]
     popularity = scorers(dense[0].to_sparse(), 1.0)["popularity"](dense[0][:1])
     assert popularity.tolist() == [[2, 1, 1]]
+
+
+def test_items_that_came_next_are_counted_within_lists_alone() -> None:
+    """Of 1 came 2 twice and 3 once; what the next user begins with came after nothing."""
+    lists, corpus = pa.chunked_array([[[1, 2, 1], [3]], [[1, 3], [1, 2], []]]), pa.array([1, 2, 3])
+    queries = pa.chunked_array([[[3, 1], [], [1, 2], [1, 3]]])
+    last = matrix(last_of(queries), corpus).to_dense()
+    assert last.tolist() == [[1, 0, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1]]
+    assert followers(lists, corpus)(last).tolist() == [[0, 2, 1], [0, 0, 0], [1, 0, 0], [0, 0, 0]]
