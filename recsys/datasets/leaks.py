@@ -51,11 +51,12 @@ def auc_alone(values: pa.Array, positive: np.ndarray, seed: int = 0) -> float:
 
 def _codes(values: pa.Array) -> np.ndarray:
     """Return a number for each value, or for its range; null has its own."""
-    encoded = values.dictionary_encode(null_encoding="encode")
     kind = values.type
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+    values = values.cast(pa.float64(), safe=False) if is_number else values
+    encoded = values.dictionary_encode(null_encoding="encode")
     if len(encoded.dictionary) <= _MOST_CODES or not is_number:
         return encoded.indices.to_numpy()
-    numbers = values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    numbers = values.to_numpy(zero_copy_only=False)
     bounds = np.unique(np.nanquantile(numbers, np.linspace(0, 1, _RANGES)))
     return np.where(np.isnan(numbers), len(bounds) + 1, np.searchsorted(bounds, numbers))

@@ -65,6 +65,7 @@ class Column:
             counts[: len(self.lengths)] += self.lengths
             self.lengths, rows = counts, rows.flatten().drop_null()
         if pa.types.is_floating(self.element):
+            rows = rows.cast(pa.float64())  # of halves Arrow knows no ends
             finite = pc.is_finite(rows)
             self.num_odd += len(rows) - pc.sum(finite, min_count=0).as_py()
             rows = rows.filter(finite)
@@ -73,7 +74,7 @@ class Column:
 
     def _add_values(self, values: pa.Array) -> None:
         if pa.types.is_floating(self.element):
-            numbers = values.cast(pa.float64()).to_numpy()
+            numbers = values.to_numpy()
             self.is_whole = self.is_whole and bool((numbers == np.rint(numbers)).all())
             hashes = hash_integers(numbers.view(np.int64))
         else:

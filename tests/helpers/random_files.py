@@ -76,6 +76,8 @@ def _columns(kind: pa.DataType, name: str) -> Iterator[tuple[str, pa.DataType]]:
     if pa.types.is_struct(kind):
         for field in kind:
             yield from _columns(field.type, f"{name}.{field.name}")
+    elif pa.types.is_map(kind):
+        yield from [(f"{name}.key_value.key", kind.key_type), (f"{name}.key_value.value", kind.item_type)]
     elif pa.types.is_nested(kind):
         yield from _columns(kind.value_type, f"{name}.list.element")
     else:
