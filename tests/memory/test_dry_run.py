@@ -83,8 +83,7 @@ def test_ten_terabytes_are_made_to_fit(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_hundred_tables(tmp_path: Path) -> None:
     """With torchrec's own proposers this takes minutes, and past the limit of `run_recsys`."""
-    path = write(tmp_path / "c.yaml", 200, 20_000_000)
-    page = run_recsys("dry-run", path, *GPUS, "model.interaction=dot")
+    page = run_recsys("dry-run", write(tmp_path / "c.yaml", 200, 20_000_000), *GPUS, "model.interaction=dot")
     assert "t199 " in page or "more" in page
 
 
