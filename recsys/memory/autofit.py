@@ -174,7 +174,7 @@ class Fitter:
         return max(rank.peak(where)[0] for rank in self._ranks(config))
 
     def shortage(self, config: Config) -> str:
-        """Return in words what the fullest rank takes where memory is short, of what it has there."""
+        """Return in words how much the fullest rank takes of the memory that is short, and how much it has of that."""
         where = self._where(self._ranks(config))
         size, available = (
             f"{num_bytes / 2**20:,.0f} MiB" for num_bytes in (self.fullest(config), self._available(where))

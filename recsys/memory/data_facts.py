@@ -190,7 +190,7 @@ def _num_threads(inputs: Inputs) -> int:
 def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
     """Return the most rows of windows that a loader's streams hold at once, and those of the largest window.
 
-    Of a stream there are those that a batch takes rows from, more than one where they are small, and the next ones.
+    A stream holds the windows that a batch takes rows from, several where they are small, and those decoded ahead.
     """
     held, largest, loader = 0, 0, inputs.loader(role)
     epochs, of_epoch = inputs.config.train.epochs if role == "train" else 1, loader.window_rows()
@@ -210,8 +210,8 @@ def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
 
 
 def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[tuple[int, int, int]]:
-    """Return by rank what it takes to decode a dataset's row groups and make windows of `largest` rows at most: before
-    there are windows and steps, beside these, and what of that stays afterwards."""
+    """Return by rank the bytes to decode a dataset's row groups and to make windows of at most `largest` rows: those
+    taken before there are windows and steps, those taken beside these, and how much of the latter stays afterwards."""
     wanted, dataset = _num_threads(inputs), inputs.datasets[role]
     threads, groups = max(1, wanted), dataset.row_groups
     used = rows_by_bytes(groups)

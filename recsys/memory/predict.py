@@ -35,13 +35,13 @@ _FORKING_BYTES, _FORKED_BYTES = {False: 176 << 20, True: 301 << 20}, 46 << 20
 # of Computer Programming, 2.5), or somewhat more in random runs. Those of steps lie in the training thread's heap.
 _HOLES = 0.8
 _GLOO_THREADS = 2  # of a group
-_COUNTED_BYTES, _CHOICE_BYTES = 16, 140  # of a distinct id, beside its text: counted; and, by table, merged and chosen
-_FILL_BYTES = 4 << 20  # temporaries of initial weights on CPU; on GPUs of an element:
-_FILLED_BYTES = 25
+# Of a distinct id, beside its text: while ids are counted, and while those of one table are merged and chosen.
+_COUNTED_BYTES, _CHOICE_BYTES = 16, 140
+_FILL_BYTES, _FILLED_BYTES = 4 << 20, 25  # temporaries of initial weights: on CPU, and on GPUs for each element
 _SYNCHRONISED_BYTES = 250 << 20  # at once, by DistributedDataParallel when it is made
-# Trained, its ids exchanged, copied; without exchanges, trained and copied. CPU ranks have one at a time.
+# One is trained, one's ids are exchanged, one is copied; without exchanges there are two, and one on CPUs.
 _BATCHES_IN_PIPELINE, _BATCHES_ALONE = 3, 2
-_QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread, trained
+_QUEUED_BATCHES = 2  # beside data.prefetch_batches: one that the loader's thread makes, one that is trained
 _WIRE_ID_BYTES = 8  # FBGEMM looks up 64-bit ids
 _SORT_BYTES = {"cuda": 36, "cpu": 16}  # for each id looked up: FBGEMM's backward sorts ids with their rows
 _CACHED_ROW_LIST_BYTES = 16  # of host memory for each row of a cached table: Python lists, while FBGEMM makes it

@@ -130,8 +130,8 @@ class Sample:
         self.listed = sum(len(x.values) for x in self.columns.lists if isinstance(x, Ragged)) / self.rows * longer
 
     def _length(self, part: IdColumn, lists: Ragged) -> tuple[float, float, float]:
-        """Return the table rows of a feature of lists, of one row of data, as long as lists are in the whole data, and
-        as shares of that their standard deviation in a row group, and that of the means of row groups."""
+        """Return how many table rows of a feature of lists a row of data has, with lists as long as in the whole data;
+        and as shares of that the standard deviations of lists in a row group, and of the means of row groups."""
         raw = None if part.column is None else self._table.column(part.column)
         most = part.max_length or math.inf
         if raw is None or not pa.types.is_list(raw.type):
@@ -157,7 +157,7 @@ class Sample:
     def window_bytes(self, num_rows: int, largest: int) -> float:
         """Return what windows of so many rows in all take, of which the largest has `largest`.
 
-        A block that has held a window of long lists keeps its pages when one of short lists comes to lie there; since
+        A block keeps the pages that a window of long lists has used when one of short lists comes to lie there. Since
         blocks are of powers of two bytes, that is half of what all would take if each had once held the largest.
         """
         of_groups = max(1.0, largest / self.group_rows)

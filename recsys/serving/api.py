@@ -46,8 +46,8 @@ from torch.distributed.run import main
 end_with_parent()
 main()
 """
-_worlds: dict[int, World] = {}  # none or one, by the number of the process that made it,
-_open = ExitStack()  # which this closes
+_worlds: dict[int, World] = {}  # one at most, by the number of the process that made it
+_open = ExitStack()  # leaves that world when the process ends
 _LIST_VIEWS = (pa.ListViewType, pa.LargeListViewType)
 
 Data = Any  # a path of Parquet files or a list of these, an Arrow table, or a data frame that Arrow can read
