@@ -6,11 +6,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recsys.datasets.catalogue import described
 from recsys.datasets.logs import LogFiles, id_column, joined, time_values
 from recsys.datasets.retrieval import HISTORY, Log, split_last, split_random, split_time, write_retrieval, write_users
 from recsys.datasets.tokens import TOKENS_HELP, tokenize
@@ -20,6 +22,8 @@ from recsys.runtime.arguments import names
 
 WRITTEN = ("history", "targets", "seen", "neighbours", "neighbour_weights")
 _FILES_HELP = ": the log's rows of it, files or folders; INPUT is then all of train"
+_TABLE_HELP = ", with its id in a column named as the log's, and"
+_PATHS: dict[str, Any] = {"type": Path, "nargs": "+", "metavar": "PATH"}
 _SPLIT_VALUES = {"train": 0, "valid": 1, "test": 2, "0": 0, "1": 1, "2": 2, "false": 0, "true": 2}
 
 
@@ -30,8 +34,12 @@ class LogOptions:
     user: str = option("user_id", "column of users", metavar="COLUMN")
     item: str = option("item_id", "column of items, or of lists of them in the order of time", metavar="COLUMN")
     time: str | None = option(None, "without it, rows are taken to be in order", metavar="COLUMN")
-    user_features: list[str] = option([], "columns of the log", type=names, metavar="A,B")
-    item_features: list[str] = option([], "columns of the log", type=names, metavar="A,B")
+    user_features: list[str] = option([], "columns of the log, or of --users", type=names, metavar="A,B")
+    item_features: list[str] = option([], "columns of the log, or of --items", type=names, metavar="A,B")
+    users: list[Path] = option([], f"a row for each user{_TABLE_HELP} --user-features", **_PATHS)
+    items: list[Path] = option(
+        [], f"a row for each item{_TABLE_HELP} --item-features; those that nobody had are items, too", **_PATHS
+    )
     tokens: list[str] = option([], TOKENS_HELP, type=names, metavar="A,B")
     where: str | None = option(None, WHERE_HELP, metavar="FILTER")
     train_rows: str = option(
@@ -59,16 +67,16 @@ class LogOptions:
     )
     valid_where: str | None = option(None, "rows of valid, as in --where; of train are all others", metavar="FILTER")
     test_where: str | None = option(None, "rows of test, likewise", metavar="FILTER")
-    valid: list[Path] = option([], f"valid{_FILES_HELP}", type=Path, nargs="+", metavar="PATH")
-    test: list[Path] = option([], f"test{_FILES_HELP}", type=Path, nargs="+", metavar="PATH")
+    valid: list[Path] = option([], f"valid{_FILES_HELP}", **_PATHS)
+    test: list[Path] = option([], f"test{_FILES_HELP}", **_PATHS)
 
 
 def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrite: bool = False) -> None:
     """Write what `write_retrieval` and `write_users` make of a log: Parquet files, globs or folders of them.
 
     Of a user's rows with one item the first counts, unless users are the rows of train; of an existing split, the first
-    of the first part. Features are those of the user's, or item's, last row. The columns are held in memory,
-    some 150 bytes a row of integer ids, and lists for some rows at a time.
+    of the first part. Features are those of the user's, or item's, last row, or of a table of their own. The columns
+    are held in memory, some 150 bytes a row of integer ids, and lists for some rows at a time.
 
     Raises:
         UserError: a column that is not there, is null somewhere or is no time; nothing to hold out.
@@ -111,7 +119,8 @@ def _wanted_columns(options: LogOptions) -> list[str]:
     repeated = {name for name in columns if [*columns, *WRITTEN].count(name) > 1}
     if repeated:
         raise UserError(f"column {min(repeated)!r} is named twice, or is one of those written: {', '.join(WRITTEN)}")
-    columns += [*filter(None, [options.split_column])]
+    elsewhere = {*(options.user_features if options.users else ()), *(options.item_features if options.items else ())}
+    columns = [name for name in columns if name not in elsewhere] + [*filter(None, [options.split_column])]
     columns += [name for flag, where in wheres.items() for name in columns_where(where, flag)]
     return list(dict.fromkeys(columns))
 
@@ -216,8 +225,15 @@ def _log(table: pa.Table, columns: LogOptions, split: np.ndarray | None) -> tupl
     first_order = order if split is None else order[np.argsort(split[order], kind="stable")]
     _, first = np.unique(user[first_order] * len(items) + item[first_order], return_index=True)
     rows = np.sort(first_order[first]) if columns.train_rows == "interactions" else np.arange(len(table))
-    of_users = _featured(table, order, user, users, [columns.user, *columns.user_features])
-    of_items = _featured(table, order, item, items, [columns.item, *columns.item_features])
+    of_users, of_items = (
+        described(f"--{flag}", paths, ids, names, flag == "items")
+        if paths
+        else _featured(table, order, numbers, ids, names)
+        for flag, paths, numbers, ids, names in (
+            ("users", columns.users, user, users, [columns.user, *columns.user_features]),
+            ("items", columns.items, item, items, [columns.item, *columns.item_features]),
+        )
+    )
     kept = table.select([columns.time]).take(pa.array(rows)) if columns.time else None
     log = Log(user[rows], item[rows], time[rows], kept, of_users, of_items)
     return log, None if split is None else split[rows]

@@ -323,3 +323,32 @@ def test_titles_of_items_are_lists_of_words(tmp_path: Path) -> None:
     for column in ("age", "kind", "what"):
         with pytest.raises(UserError, match=column):
             convert_log([logged], tmp_path / "no", LogOptions("who", "what", "at", ["age"], ["kind"], tokens=[column]))
+
+
+def test_features_of_tables_with_a_row_for_each_id(tmp_path: Path) -> None:
+    users, items = tmp_path / "users.parquet", tmp_path / "items"
+    pq.write_table(pa.table({"who": pa.array(["zoe", "bob"], pa.large_string()), "city": ["Oslo", "Rome"]}), users)
+    catalogue = [{"what": what, "price": price} for price, what in enumerate(["e", "d", "b", "a"])]
+    options = LogOptions("who", "what", "at", ["city"], ["price"], users=[users], items=[log(items, catalogue)])
+    convert_log([log(tmp_path / "log", ROWS)], tmp_path / "out", options)
+    prices = {"a": 3, "b": 2, "c": None, "d": 1, "e": 0}  # of c the catalogue has no row, and e nobody had
+    assert {row["what"]: row["price"] for row in read(tmp_path / "out/items")} == prices
+    train = read(tmp_path / "out/train")
+    assert all(row["price"] == prices[row["what"]] for row in train)
+    assert {row["who"]: row["city"] for row in train + read(tmp_path / "out/test")} == {"ann": None, "bob": "Rome"}
+    assert [row["who"] for row in read(tmp_path / "out/users")] == ["ann", "bob"]  # zoe has nothing to go by
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (["a", "b", "a"], r"--items: column 'what' holds a in 2 rows"),
+        ([1, 2, 3], "'what' is string in the log and int64 in --items"),
+        (["a", None, "b"], "'what' holds 1 nulls"),
+    ],
+)
+def test_a_table_of_items_that_is_none(ids: list[Any], message: str, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"what": ids, "price": [1, 2, 3]}), tmp_path / "items.parquet")
+    options = LogOptions("who", "what", "at", [], ["price"], items=[tmp_path / "items.parquet"])
+    with pytest.raises(UserError, match=message):
+        convert_log([log(tmp_path / "log", ROWS)], tmp_path / "out", options)

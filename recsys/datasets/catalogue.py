@@ -1,0 +1,42 @@
+"""Features of users and items from tables of their own, with a row for each id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from recsys.datasets.logs import LogFiles, id_column, joined
+from recsys.errors import UserError
+
+
+def described(flag: str, paths: Sequence[Path], ids: pa.Array, names: Sequence[str], all_of_them: bool) -> pa.Table:
+    """Return ids with features, nulls where the files have no row of an id.
+
+    Args:
+        flag: by which the user named the files, for messages.
+        ids: of a log, each once.
+        names: columns of the files: their ids, then features.
+        all_of_them: ids of the files that the log does not have come behind its own; else they are left out.
+
+    Raises:
+        UserError: a column is not there, an id is null or there twice, or no type holds the ids of both.
+    """
+    files = list(LogFiles(flag, paths))
+    table = joined([file.read(names) for file in files], [f"'{file.name}'" for file in files])
+    both = [pa.table({names[0]: column}) for column in (ids, id_column(table, names[0]))]
+    every = joined(both, ["the log", flag])[names[0]].combine_chunks().dictionary_encode()
+    numbers = every.indices.to_numpy()[len(ids) :]
+    counts = np.bincount(numbers)
+    if counts.max(initial=0) > 1:
+        raise UserError(
+            f"{flag}: column {names[0]!r} holds {every.dictionary[counts.argmax()]} in {counts.max():,} rows; keep one "
+            f"row of each id"
+        )
+    row = np.full(len(every.dictionary), -1)
+    row[numbers] = np.arange(len(numbers))
+    row = row if all_of_them else row[: len(ids)]
+    chosen = pa.array(row, mask=row < 0)
+    return pa.table([every.dictionary.slice(0, len(row)), *(table[name].take(chosen) for name in names[1:])], names)
