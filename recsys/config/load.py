@@ -234,7 +234,8 @@ def _check_keys(section: Any, key: str, expected: Any, model: type | None) -> No
     for name, value in section.items():
         full = f"{key}.{name}" if key else str(name)
         if fields and name not in fields:
-            raise UserError(_unknown_key(key, str(name), [*fields, *["base"] * (expected is Config)]))
+            kind = f" of {getattr(model, 'name', model.__name__)}" if model and expected is model else ""
+            raise UserError(_unknown_key(key, str(name), [*fields, *["base"] * (expected is Config)], kind))
         _check_keys(value, full, fields[name] if fields else (typing.get_args(expected) or [None])[-1], model)
 
 
@@ -250,7 +251,7 @@ def _all_keys(expected: Any = Config, prefix: str = "") -> list[str]:
     return [key for name in fields for key in (prefix + name, *_all_keys(fields[name], f"{prefix}{name}."))]
 
 
-def _unknown_key(parent: str, name: str, allowed: list[str]) -> str:
+def _unknown_key(parent: str, name: str, allowed: list[str], kind: str) -> str:
     prefix = f"{parent}." if parent else ""
     elsewhere = [key for key in _all_keys() if key.rpartition(".")[2] == name]
     longer = [key for key in allowed if key.endswith(f"_{name}")]  # batch_size of global_batch_size
@@ -260,7 +261,7 @@ def _unknown_key(parent: str, name: str, allowed: list[str]) -> str:
     if rest and word in allowed:
         sections = f"; keys with dots are of the command line, and in a file it is '{word}: {{{rest[1]}: …}}'"
         hint = sections if rest[0] == "." else f"; YAML wants a blank behind the colon: '{word}: {rest[1]}'"
-    where = f"under {parent}" if parent else "at the top level"
+    where = f"under {parent}{kind}" if parent else "at the top level"
     return f"config key '{prefix}{name}' is not known{hint} (allowed {where}: {', '.join(allowed)})"
 
 

@@ -26,6 +26,7 @@ train: {global_batch_size: 256}
 # What is changed in the ranker's config → what the sentence says.
 KEYS = {
     "unknown section": ("trian.epochs=3", ["'trian' is not known", "did you mean 'train'?"]),
+    "key of another model": ("model.name=deepfm", ["bottom_mlp' is not known", "under model of deepfm: name, "]),
     "unknown key": ("train.epoch=3", ["'train.epoch' is not known", "did you mean 'train.epochs'?", "allowed under"]),
     "key of another section": ("epochs=3", ["did you mean 'train.epochs'?"]),
     "unknown key of a feature": ("features.price.typ=float", ["did you mean 'features.price.type'?"]),
