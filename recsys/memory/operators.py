@@ -82,15 +82,13 @@ class OperatorTrace(TorchDispatchMode):
             self.work.sent.append(num_bytes)
             return result
         self.work.num_operators += 1
-        if name.strip("_") in ("mm", "addmm"):
+        if name.strip("_") in ("mm", "addmm", "bmm", "baddbmm"):
             a, b = [argument for argument in args if isinstance(argument, torch.Tensor)][-2:]
-            self.work.matmuls[(dtype_name(a.dtype), a.shape[0], a.shape[1], b.shape[1])] += 1
-        elif name.strip("_") in ("bmm", "baddbmm"):
-            a, b = [argument for argument in args if isinstance(argument, torch.Tensor)][-2:]
-            if len(a) <= _FEW:
-                self.work.matmuls[(dtype_name(a.dtype), a.shape[1], a.shape[2], b.shape[2])] += len(a)
+            number, rows, inner, columns = math.prod(a.shape[:-2]), *a.shape[-2:], b.shape[-1]
+            if number <= _FEW:
+                self.work.matmuls[(dtype_name(a.dtype), rows, inner, columns)] += number
             else:
-                self.work.batched[(dtype_name(a.dtype), 2.0 * math.prod(a.shape[1:]) * b.shape[2], len(a))] += 1
+                self.work.batched[(dtype_name(a.dtype), 2.0 * rows * inner * columns, number)] += 1
         elif "attention" in name:
             query, key = args[:2]
             flops = 4.0 * query.shape[-2] * key.shape[-2] * query.shape[-1] * (2.5 if "backward" in name else 1)
