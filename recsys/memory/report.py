@@ -99,8 +99,7 @@ def tensor_lines(tables: list[dict[str, Any]], dense: dict[str, Bytes]) -> list[
     """
     sums: dict[str, list[int]] = {}
     for kind in ("weight", "optimizer"):
-        pairs = [[entry[when][f"{kind}_bytes"] for entry in tables] for when in ("predicted", "measured")]
-        sums[f"table_{kind}"] = [sum(values) for values in pairs]
+        sums[f"table_{kind}"] = [sum(x[when][f"{kind}_bytes"] for x in tables) for when in ("predicted", "measured")]
     for kind in dense["predicted"]:
         sums[f"dense_{kind.removesuffix('_bytes')}"] = [dense[when][kind] for when in ("predicted", "measured")]
     return [{"kind": kind, **_compared(*both)} for kind, both in sums.items()]
