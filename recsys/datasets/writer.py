@@ -1,8 +1,4 @@
-"""Shared parts of converters: writing Parquet, replacing an output folder as a whole, random numbers by key.
-
-The converters themselves are beside this file: ``movielens``, ``synthetic``, ``delimited``, ``retrieval`` and
-``histories``.
-"""
+"""Shared parts of converters: writing Parquet, replacing an output folder as a whole, random numbers by key."""
 
 from __future__ import annotations
 
