@@ -13,18 +13,21 @@ import pyarrow as pa
 from recsys.data.filters import written
 from recsys.datasets.leaks import auc_alone, sample
 from recsys.datasets.logs import LogFiles
-from recsys.datasets.survey import Column
+from recsys.datasets.survey import NAMED_AS_TIME, Column
 from recsys.datasets.writer import columns_where, is_true
 from recsys.errors import UserError, nearest
 from recsys.ids import is_text
 
 _LABEL = re.compile(r"(?i)(^|_|is)(label|target|click|purchase|buy|bought|conver|like|order)")
-_ID = re.compile(r"(?i)(^|_)id$|Id$|code$|zip")
+_ID = re.compile(
+    r"(?i)(^|_)id$|(?-i:Id$)|code|zip|user|member|customer|visitor|item|article|product|sku|movie|song|video|categor|brand"
+)
 _PLAIN = re.compile(r"[A-Za-z_][\w-]*")
 _MOST_LENGTH = 100  # of lists, by default
 _FEW_ROWS, _FEWER_ROWS = 1_000_000, 50_000
 _TELLS = 0.98  # AUC
 _LARGE = 10  # numbers further from 0 than this are made smaller
+_FEW_NUMBERS = 50
 _ROWS_OF_AN_ID = 10
 _MOST_SPARE_ROWS = 10_000_000
 
@@ -130,11 +133,26 @@ def _use(column: Column) -> Use:
         return Use("number")
     if pa.types.is_floating(column.element) and not column.num_nulls:  # with nulls pandas makes floats of integers
         return Use("number")
+    if _looks_counted(column):
+        return Use("number")
     if column.num_distinct > 0.9 * (column.num_rows - column.num_nulls):
         return Use("none", "hardly a value is there twice")
+    if NAMED_AS_TIME.search(column.name):
+        return Use("id", "leave it out if it grows with time")
     if not is_text(column.element) and column.num_distinct > 1000 and not _ID.search(column.name):
         return Use("id", "if these are numbers: {type: float, log1p: true}, and no table")
     return Use("id")
+
+
+def _looks_counted(column: Column) -> bool:
+    """Return whether numbers are many small ones and few large ones, with gaps, and not named as ids: counts, amounts.
+
+    Ids that go by how frequent they are look so too, but have fewer gaps.
+    """
+    if _ID.search(column.name) or not isinstance(column.least, int | float) or column.least < 0:
+        return False
+    mean = column.total / (column.num_rows - column.num_nulls)
+    return mean < column.greatest / 10 and column.num_distinct < column.greatest / 2
 
 
 def _is_binary(column: Column) -> bool:
@@ -247,14 +265,15 @@ def _tables(ids: Mapping[str, Column], names: Mapping[str, str]) -> dict[str, st
     tables = {name: short[name] if short[name] not in ("", *names.values()) else names[name] for name in alone}
     for name, column in ids.items():
         if column.is_list:
-            alike = {other: column.likeness(alone[other]) for other in alone if _same_kind(column, alone[other])}
-            best = max(alike, key=alike.__getitem__, default=name)
-            tables[name] = tables[best] if alike.get(best, 0) > 0.5 else names[name]
+            likeness = {other: column.likeness(ids) for other, ids in alone.items() if _may_be_alike(column, ids)}
+            best = max(likeness, key=likeness.__getitem__, default=name)
+            tables[name] = tables[best] if likeness.get(best, 0) > 0.5 else names[name]
     return tables
 
 
-def _same_kind(one: Column, other: Column) -> bool:
-    return is_text(one.element) == is_text(other.element)
+def _may_be_alike(one: Column, other: Column) -> bool:
+    """Return whether values that both have are the same ids: few numbers from 0 on are in any column."""
+    return is_text(one.element) == is_text(other.element) and (is_text(one.element) or one.num_distinct >= _FEW_NUMBERS)
 
 
 def _feature(column: Column, use: Use, name: str, table: str) -> str:
@@ -268,6 +287,7 @@ def _feature(column: Column, use: Use, name: str, table: str) -> str:
             longest = len(column.lengths) - 1
             keys.append(f"max_length: {min(max(1, longest), _MOST_LENGTH)}")
             note += f"; up to {longest:,} in a row" if longest > _MOST_LENGTH else ""
+            note += "" if table == name else f"; those of {table}, it seems"
         return f"  {_text(name)}: {{{', '.join(keys)}}} # {column.num_distinct:,} ids{note}"
     keys = ["type: float", *keys]
     if use.kind == "vector":

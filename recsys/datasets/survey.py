@@ -19,7 +19,7 @@ from recsys.ids import IdStatistics, hash_integers, is_text, read_keys
 
 _MOST_COUNTED = 1 << 16  # distinct values; of more, a sample is kept
 _TIMES_OF_A_ROW_GROUP = 1000
-_NAMED_AS_TIME = re.compile(r"(?i)(^|_)(ts|day)$|time|date")
+NAMED_AS_TIME = re.compile(r"(?i)(^|_)ts$|day$|hour|month|year|time|date")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _UNITS = (1, 10**3, 10**6, 10**9)  # of a second
 _SINCE, _UNTIL = (int(datetime(year, 1, 1, tzinfo=timezone.utc).timestamp()) for year in (1990, 2100))
@@ -36,6 +36,7 @@ class Column:
         num_odd: values that are NaN or infinite; they are none of those below.
         values: counts distinct ones.
         least, greatest: of the values; None where there is none, or where their type has no order.
+        total: sum of the values, of integers and floats.
         is_whole: no value is a number with a fraction.
         lengths: how many rows have a list of each length, int64 [longest + 1].
     """
@@ -51,6 +52,7 @@ class Column:
         self.least: Any = None
         self.greatest: Any = None
         self.is_whole = True
+        self.total = 0.0
         self.lengths = np.zeros(1, np.int64)
         self._times: list[pa.Array] = []
 
@@ -88,6 +90,8 @@ class Column:
                 of(end for end in (known, new) if end is not None)
                 for of, known, new in zip((min, max), (self.least, self.greatest), ends, strict=True)
             )
+        if pa.types.is_integer(self.element) or pa.types.is_floating(self.element):
+            self.total += pc.mean(values).as_py() * len(values)
         if self.is_time:
             step = -(-len(values) // _TIMES_OF_A_ROW_GROUP)
             self._times.append(values.take(pa.array(np.arange(0, len(values), step))))
@@ -100,7 +104,7 @@ class Column:
             return True
         if is_text(self.element):
             return all(isinstance(end, str) and _DATE.match(end) for end in (self.least, self.greatest))
-        if not (pa.types.is_integer(self.element) and _NAMED_AS_TIME.search(self.name)) or self.least is None:
+        if not (pa.types.is_integer(self.element) and NAMED_AS_TIME.search(self.name)) or self.least is None:
             return False
         return any(_SINCE * unit <= self.least and self.greatest < _UNTIL * unit for unit in _UNITS)
 
