@@ -160,10 +160,7 @@ def id_column(table: pa.Table, name: str, nulls: bool = False) -> pa.Array:
     Args:
         nulls: are allowed, and stay.
     """
-    _check_kind(table, name, _ID_KINDS, "an id", "a whole number, a string or bytes")
-    if not nulls:
-        _check_nulls(table, name, "an id")
-    column = table[name].combine_chunks()
+    column = _checked(table, name, _ID_KINDS, nulls, "an id", "a whole number, a string or bytes")
     if pa.types.is_integer(column.type) or is_text(column.type):
         return column
     integers, valid = _integers(column.drop_null(), name), np.asarray(column.is_valid())
@@ -183,9 +180,7 @@ def _integers(column: pa.Array, name: str) -> pa.Array:
 
 def time_values(table: pa.Table, name: str) -> np.ndarray:
     """Return times as numbers or datetime64, which compare; UserError for other types, nulls and NaN."""
-    _check_kind(table, name, _TIME_KINDS, "a time", _TIMES)
-    _check_nulls(table, name, "a time")
-    column = table[name].combine_chunks()
+    column = _checked(table, name, _TIME_KINDS, False, "a time", _TIMES)
     if pa.types.is_string(column.type):
         try:
             column = column.cast(pa.timestamp("us"))
@@ -197,17 +192,16 @@ def time_values(table: pa.Table, name: str) -> np.ndarray:
     return values
 
 
-def _check_kind(
-    table: pa.Table, name: str, kinds: Sequence[Callable[[pa.DataType], bool]], what: str, allowed: str
-) -> None:
-    kind = table[name].type
-    if not any(fits(kind) for fits in kinds):
-        raise UserError(f"column {name!r} is {kind}; {what} is {allowed}")
-
-
-def _check_nulls(table: pa.Table, name: str, what: str) -> None:
-    if count := table[name].null_count:
+def _checked(
+    table: pa.Table, name: str, kinds: Sequence[Callable[[pa.DataType], bool]], nulls: bool, what: str, allowed: str
+) -> pa.Array:
+    """Return a column, if it is of one of some kinds of types, and has no nulls unless it may."""
+    column = table[name]
+    if not any(fits(column.type) for fits in kinds):
+        raise UserError(f"column {name!r} is {column.type}; {what} is {allowed}")
+    if column.null_count and not nulls:
         raise UserError(
-            f"column {name!r} holds {count:,} nulls; every row needs {what}, so leave these out: "
+            f"column {name!r} holds {column.null_count:,} nulls; every row needs {what}, so leave these out: "
             f'--where "{written(name)} is not None"'
         )
+    return column.combine_chunks()
