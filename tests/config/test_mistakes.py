@@ -394,8 +394,6 @@ RUNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides, said", RUNS.values(), ids=RUNS)
 def test_two_ranks_with_each_run(overrides: list[str], said: list[str], tmp_path: Path) -> None:
-    if "run.device=cuda" in overrides:
-        torch = pytest.importorskip("torch")
-        if torch.cuda.is_available():
-            pytest.skip("there is a GPU")
+    if "run.device=cuda" in overrides and pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("there is a GPU")
     check_two_ranks(RANKER, [f"run.dir={tmp_path}/run", *overrides], said)
