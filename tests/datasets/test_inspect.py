@@ -10,8 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from pyarrow import fs
 
 from recsys.config import load_config
+from recsys.data import storage
 from recsys.datasets.inspect import main
 from recsys.datasets.leaks import auc_alone
 from recsys.datasets.logs import LogFiles
@@ -167,6 +169,15 @@ def test_files_without_a_column_and_of_other_types(tmp_path: Path) -> None:
     assert (columns["a"].dtype, columns["a"].num_distinct, columns["a"].greatest) == (pa.int64(), 3, 2**40)
     assert (columns["b"].num_rows, columns["b"].num_nulls) == (3, 1)
     assert columns["c"].problem == "it is int64 and string, by file"
+
+
+def test_a_log_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bucket/day=3").mkdir(parents=True)
+    pq.write_table(pa.table({"a": [1, 2], "label": [0, 1]}), tmp_path / "bucket/day=3/a.parquet")
+    here = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+    monkeypatch.setattr(storage, "filesystem_of", lambda root, retries: (here, "bucket"))
+    columns = survey(LogFiles("DATA", ["s3://bucket"]))
+    assert {name: column.greatest for name, column in columns.items()} == {"a": 2, "label": 1, "day": 3}
 
 
 def test_many_distinct_values_are_estimated(tmp_path: Path) -> None:
