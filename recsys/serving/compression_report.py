@@ -40,16 +40,19 @@ def write_report(stages: list[Stage], trials: Trials, max_loss: str, allowed: fl
 
 
 def as_markdown(stages: list[Stage], metric: str, role: str) -> str:
-    """Return a table with a row for each stage; bytes are those of rows whose ids data.train holds."""
+    """Return a table with a row for each stage; bytes of tables are those of rows whose ids data.train holds.
+
+    Beside them stand those of all rows, which fall where rows of ids that were never seen are pruned.
+    """
     first, has_test = stages[0].trial, stages[0].trial.test is not None
-    header = ["Stage", "What was accepted", "Tables, bytes", "Less", "Dense part, bytes", f"{metric}, {role}"]
-    header += ["Lost, at most", "Scoring, s", *([f"{metric}, test"] if has_test else [])]
+    header = ["Stage", "What was accepted", "Tables, bytes", "Less", "All rows, bytes", "Dense part, bytes"]
+    header += [f"{metric}, {role}", "Lost, at most", "Scoring, s", *([f"{metric}, test"] if has_test else [])]
     lines = [f"| {' | '.join(header)} |", f"|{'---|' * 2}{'---:|' * (len(header) - 2)}"]
     for stage in stages:
         trial = stage.trial
         cells = [
             *(stage.name, stage.remark, f"{trial.seen_bytes:,}", f"{first.seen_bytes / max(1, trial.seen_bytes):.1f}×"),
-            f"{trial.dense_bytes:,}",
+            *(f"{trial.all_bytes:,}", f"{trial.dense_bytes:,}"),
             *(f"{trial.metrics[metric]:.5f}", f"{trial.loss.value:.5f}, {trial.loss.at_most:.5f}"),
             f"{trial.seconds:.2f}",
         ]

@@ -73,6 +73,7 @@ def test_a_compressed_run_is_what_was_reported(runs: tuple[Path, Path], tmp_path
     assert first["seen_bytes"] > 2 * coded["seen_bytes"] > 2 * pruned["seen_bytes"]
     rows = (small / "compression.md").read_text().splitlines()
     assert len(rows) == 5 and f"| {pruned['seen_bytes']:,} |" in rows[-1] and "auc, test" in rows[0]
+    assert f"× | {pruned['all_bytes']:,} | {pruned['dense_bytes']:,} |" in rows[-1]
 
 
 def test_rows_are_gone_and_those_kept_are_as_they_were(runs: tuple[Path, Path]) -> None:
