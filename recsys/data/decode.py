@@ -139,6 +139,16 @@ class SegmentReader:
             return self.row_group(number).slice(0, num_rows)
         return self._planned(group, is_filtered, read)
 
+    def file_bytes(self, number: int) -> dict[str, int]:
+        """Return by column the bytes of a row group in its file. Errors as of `read`."""
+        group = self._group(number)
+
+        def read(plan: _Plan) -> dict[str, int]:
+            with self._open(group, plan) as (file, index, _):
+                return {name: place.file_bytes(file.metadata.row_group(index)) for name, place in plan.stored.items()}
+
+        return self._planned(group, False, read)
+
     def _shared_row_group(self, number: int) -> pa.Table:
         with self._lock:
             is_first = number not in self._recent
@@ -231,8 +241,7 @@ class SegmentReader:
 
     @contextmanager
     def _open(self, group: _Group, plan: _Plan, buffer_size: int = 0) -> Iterator[tuple[pq.ParquetFile, int, int]]:
-        """Open the file of a row group; yield it with the number of the row group in it, as it is opened, and the
-        digest of its footer."""
+        """Open a row group's file; yield it, the row group's number in what is opened, and its footer's digest."""
         storage = self._dataset.storage
         with storage.open(group.path) as source:
             size = source.size()

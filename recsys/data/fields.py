@@ -52,6 +52,10 @@ class Place:
             _check_entries(chunk)
         return column
 
+    def file_bytes(self, row_group: pq.RowGroupMetaData) -> int:
+        """Return the bytes of its Parquet columns in a file's row group."""
+        return sum(row_group.column(leaf).total_compressed_size for leaf in self.leaves)
+
     def parts(self) -> list[list[str]]:
         """Return the names that each of the paths is made of: those of the steps, which may hold dots themselves, and
         the writer's for elements of lists."""

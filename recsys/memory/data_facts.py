@@ -15,10 +15,10 @@ from recsys.data.facts import counts_of
 from recsys.data.inputs import Inputs
 from recsys.data.order import most_shares, slice_bounds
 from recsys.data.parquet import read_head
-from recsys.data.wanted import column_of, role_features, role_lists, with_figures
+from recsys.data.wanted import column_of, role_features, with_figures
 from recsys.ids import index_bytes, is_text, statistics_bytes
 from recsys.memory import DataFacts, Decoding
-from recsys.memory.sample import SAMPLE_ROWS, Sample, rows_by_bytes
+from recsys.memory.sample import SAMPLE_ROWS, Sample, rows_by_bytes, stored_rows
 from recsys.runtime.threads import decode_in_processes, decoding_threads, windows_ahead
 
 _NUMBER_BYTES = 8  # of an id, unless it is a text
@@ -53,7 +53,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
     held, largest = _held_rows(inputs, "train")
     # Beside the windows of the training data there are some that evaluate, and keep their memory for the next time.
     others = {role: _held_rows(inputs, role) for role in roles}
-    samples = {role: Sample(inputs, role) if _has_lists(inputs, role) else sample for role in roles}
+    samples = {role: Sample(inputs, role) for role in roles}
     samples["train"] = sample
     of_evaluation = max((samples[role].row_bytes * rows for role, (rows, _) in others.items()), default=0)
     distinct = dict(zip(sample.names, sample.distinct_ids(train_rows), strict=True))
@@ -111,13 +111,6 @@ def of_rank_rows(config: Config, data: DataFacts, world_size: int, rows: int) ->
         return {name: mean * (1 - share) / before for name, mean in means.items()} | of_items
 
     return replace(data, mean_ids=resized(data.mean_ids), most_ids=resized(data.most_ids))
-
-
-def _has_lists(inputs: Inputs, role: str) -> bool:
-    """Return whether a dataset has lists, which may be longer than those of data.train."""
-    schema = inputs.datasets[role].schema
-    lists = (pa.types.is_list(schema.field(name).type) for name in inputs.datasets[role].columns)
-    return bool(role_lists(inputs.config, role)) or any(lists)
 
 
 def _eval_ids(config: Config, means: Mapping[str, Mapping[str, float]]) -> tuple[Mapping[str, float], ...]:
@@ -216,7 +209,7 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
     threads, groups = max(1, wanted), dataset.row_groups
     used = rows_by_bytes(groups)
     # Row groups are decoded whole, of whatever rows a filter or data.max_rows leaves; only a filter makes them smaller.
-    stored = used * dataset.stored_rows / np.maximum(1, groups.num_rows)
+    stored = stored_rows(dataset)
     # One that is made is there twice, in the order of the files and shuffled, with the order of its rows; a process
     # of its own keeps the memory of both, and sends a copy.
     in_processes = role == "train" and decode_in_processes(inputs.config.data.processes, wanted, inputs.world.device)

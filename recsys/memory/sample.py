@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.data.dataset import Dataset
+from recsys.data.decode import SegmentReader
 from recsys.data.inputs import Inputs
 from recsys.data.order import RowGroups
 from recsys.data.parquet import read_head
@@ -20,11 +21,13 @@ from recsys.runtime.environment import HEAP_BLOCK_BYTES
 
 SAMPLE_ROWS, _EVAL_ROWS = 20_000, 2_000
 _LARGE_BATCH = 2.5  # standard deviations above the mean: ids of the largest of some hundred batches
-_BUILDING = 2  # times the widest column, while it is decoded: buffers that double, pages, levels of lists
 _DICTIONARY_PAGE_BYTES = 1 << 20  # at which writers give a dictionary up
 _COUNTED_IDS = 1 << 18  # of a column, to tell how many are distinct: each takes about 80 bytes while they are counted
 _OFFSET_BYTES = 4  # of a text in Arrow
-_ENTRY_BYTES = 80  # of a distinct text, while the dictionary is built that it is decoded to (measured: 60 to 150)
+_LEVEL_BYTES = 2  # by Parquet, of a value: whether it is there; of one in a list once more: whether it begins one
+# Arrow's hash table of the texts of a dictionary: bytes of a slot, slots at first, and how many times as many there are
+# once half of them are taken.
+_SLOT_BYTES, _FIRST_SLOTS, _MORE_SLOTS = 16, 32, 4
 
 
 @dataclass(frozen=True)
@@ -66,21 +69,29 @@ class _Column:
 
     A file's dictionary is that of its whole row group. Where it grew too large, texts follow in plain, and what Arrow
     makes of them grows with the rows: then `distinct` is there.
+
+    Attributes:
+        read_bytes: what is there of so many rows, beside what Arrow makes of them, while they are decoded: their bytes
+            in the file, and Parquet's levels.
     """
 
     dictionary_bytes: int
     other_bytes: int
     entries: int
     distinct: _Distinct | None
+    read_bytes: float
 
     @classmethod
-    def of(cls, column: pa.ChunkedArray, distinct_of: Callable[[], _Distinct]) -> "_Column":
+    def of(cls, column: pa.ChunkedArray, distinct_of: Callable[[], _Distinct], file_bytes: float) -> "_Column":
         arrays = [chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in column.chunks]
         dictionaries = [array.dictionary for array in arrays if pa.types.is_dictionary(array.type)]
         sizes = [dictionary.nbytes for dictionary in dictionaries]  # each chunk's may hold more than that before it
         largest, entries = max(sizes, default=0), list(map(len, dictionaries)) or [0]
         grows = largest >= _DICTIONARY_PAGE_BYTES or max(entries) > entries[0]
-        return cls(largest, max(0, column.nbytes - sum(sizes)), max(entries), distinct_of() if grows else None)
+        in_lists = _num_elements(column) if pa.types.is_list(column.type) else 0
+        levels = _LEVEL_BYTES * max(len(column), 2 * in_lists)
+        distinct = distinct_of() if grows else None
+        return cls(largest, max(0, column.nbytes - sum(sizes)), max(entries), distinct, file_bytes + levels)
 
     def entries_among(self, times: float) -> float:
         """Return the entries of the dictionary of so many times the rows."""
@@ -89,6 +100,14 @@ class _Column:
     def bytes_among(self, times: float) -> float:
         """Return what Arrow takes for so many times the rows."""
         return self.dictionary_bytes * self.entries_among(times) / max(1, self.entries) + self.other_bytes * times
+
+    def building_bytes(self, times: float) -> float:
+        """Return what it takes, beside that, to decode so many times the rows: buffers are copied as they grow, and at
+        the end, and texts lie in what finds them too."""
+        slots = _FIRST_SLOTS
+        while self.dictionary_bytes and 2 * self.entries_among(times) >= slots:
+            slots *= _MORE_SLOTS
+        return self.read_bytes * times + self.bytes_among(times) + _SLOT_BYTES * slots
 
 
 class Sample:
@@ -102,8 +121,6 @@ class Sample:
         self.names = [part.name for part in spec.ids]
         self._table, self._sources = table, [part.column for part in spec.ids]
         self._distinct = cache(lambda name: _Distinct.of(table.column(name)))
-        columns = zip(table.column_names, table.columns, strict=True)
-        self._columns = {name: _Column.of(column, partial(self._distinct, name)) for name, column in columns}
         vectors = {part.column for _, part in spec.vectors}
         lists = [
             name for name in table.column_names if pa.types.is_list(table.field(name).type) and name not in vectors
@@ -112,10 +129,17 @@ class Sample:
         # Of rows without lists there is nothing to correct.
         corrected = ", with lists as long as footers tell of all rows" if longer != 1 else ""
         self.source = f"the first {self.rows:,} rows{corrected}"
+        self._at_once = bool(dataset.storage.root)  # else one column after another
         self._num_groups = max(1, len(dataset.row_groups))
         self.group_rows = max(1.0, dataset.row_groups.total_rows / self._num_groups)
         self._heaviest, self._spread = _by_row_group(dataset)
         self._times = {name: longer if name in lists else 1.0 for name in table.column_names}
+        in_file = SegmentReader(dataset).file_bytes(dataset.head.number)
+        of_head = self.rows / max(1.0, stored_rows(dataset)[dataset.head.number])  # of rows as long as on average
+        self._columns = {
+            name: _Column.of(column, partial(self._distinct, name), in_file.get(name, 0) * of_head / self._times[name])
+            for name, column in zip(table.column_names, table.columns, strict=True)
+        }
         self._lengths = {
             part.name: self._length(part, columns) if isinstance(columns, Ragged) else (1.0, 0.0, 0.0)
             for part, columns in zip(spec.ids, self.columns.ids, strict=True)
@@ -169,14 +193,10 @@ class Sample:
         return sum(self._columns[name].bytes_among(self._times[name] * num_rows / self.rows) for name in names)
 
     def decoding_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
-        """Return what Arrow takes at its peak to decode columns of so many rows one after another, all by default."""
+        """Return what Arrow takes at its peak to decode columns of so many rows, all by default."""
         names = list(self._columns if columns is None else columns)
-        building = (
-            _BUILDING * self.table_bytes(num_rows, [name])
-            + _ENTRY_BYTES * self._columns[name].entries_among(num_rows / self.rows)
-            for name in names
-        )
-        return self.table_bytes(num_rows, names) + max(building, default=0)
+        building = [self._columns[name].building_bytes(self._times[name] * num_rows / self.rows) for name in names]
+        return self.table_bytes(num_rows, names) + (sum(building) if self._at_once else max(building, default=0))
 
     def small_share(self, num_rows: int) -> float:
         """Return which share of the columns of so many rows, in bytes, lies in blocks of the heap."""
@@ -220,6 +240,13 @@ def rows_by_bytes(groups: RowGroups) -> np.ndarray:
     return rows
 
 
+def stored_rows(dataset: Dataset) -> np.ndarray:
+    """Return as `rows_by_bytes` those that row groups have before a filter or a limit of rows."""
+    groups = dataset.row_groups
+    rows: np.ndarray = rows_by_bytes(groups) * dataset.stored_rows / np.maximum(1, groups.num_rows)
+    return rows
+
+
 def _longer_lists(dataset: Dataset, head: pa.Table, lists: Sequence[str]) -> float:
     """Return how many times as long lists are in a dataset as in its first rows, by the numbers that footers tell.
 
@@ -239,4 +266,8 @@ def _longer_lists(dataset: Dataset, head: pa.Table, lists: Sequence[str]) -> flo
 
 
 def _mean_length(lists: pa.ChunkedArray) -> float:
-    return (pc.sum(pc.list_value_length(lists)).as_py() or 0) / max(1, len(lists))
+    return _num_elements(lists) / max(1, len(lists))
+
+
+def _num_elements(lists: pa.ChunkedArray) -> int:
+    return pc.sum(pc.list_value_length(lists)).as_py() or 0

@@ -98,8 +98,8 @@ def test_ids_of_long_lists_are_counted_in_little_memory() -> None:
 def test_one_row_group_is_decoded_once_and_kept(tmp_path: Path) -> None:
     table = ROWS * (4 * 8 + 10 * 8 + 4)
     whole, many = facts_of(tmp_path).decoding[0], facts_of(tmp_path, ROWS // 10).decoding[0]
-    widest = ROWS * 10 * 8
-    assert whole.first > table + 2 * widest > 0 == many.first
+    building = ROWS * 10 * (8 + 4)  # of the widest column its ids, and Parquet's levels of these
+    assert whole.first > table + building > 0 == many.first
     assert table < whole.later < whole.first
     assert many.later < table
     rest = facts_of(tmp_path, ROWS - ROWS // 10).decoding[0]  # a second one with a tenth of the rows is kept as well
@@ -201,6 +201,16 @@ def test_lists_of_rows_to_evaluate_are_longer_than_those_of_training(tmp_path: P
     assert facts.mean_ids["history"] == pytest.approx(10, rel=0.1)
 
 
+def test_texts_to_evaluate_are_those_of_their_own_rows(tmp_path: Path) -> None:
+    """As where all items of a corpus have one of their own, and those of a log are of the few that many have seen."""
+    for role, texts in (("train", ["seen"] * 20_000), ("valid", [f"{number:0200}" for number in range(20_000)])):
+        pq.write_table(pa.table({"id": texts, "label": np.arange(20_000) % 2}), tmp_path / f"{role}.parquet")
+    path = write(tmp_path, pq.read_table(tmp_path / "train.parquet"), {"id": {"table": "table"}}, model={"name": "fm"})
+    with opened(path, f"data.valid={tmp_path}/valid.parquet") as (config, inputs):
+        decoding = data_facts(config, inputs, 1).decoding[0]
+    assert decoding.later < 1 << 20 and decoding.eval_later > 20_000 * 200
+
+
 def sample_of(folder: Path, rows: pa.Table, feature: str) -> tuple[Sample, pa.Table]:
     """Write rows; return the first of them as predictions take them, and all as they are decoded."""
     path = write(folder, rows, {feature: {"table": "table"}}, model={"interaction": "dot_and_embeddings"})
@@ -242,6 +252,22 @@ def test_texts_beyond_the_dictionary_of_the_file_are_expected(alpha: float, tmp_
     lists = pa.ListArray.from_arrays(pa.array(ends), pa.array([f"a text {number}" for number in numbers]))
     sample, decoded = sample_of(tmp_path, pa.table({"words": lists, "label": pa.array(ends[1:] % 2)}), "words")
     assert sample.table_bytes(decoded.num_rows) == pytest.approx(decoded.nbytes, rel=0.25)
+
+
+def test_texts_are_decoded_to_a_dictionary_beside_what_finds_them(tmp_path: Path) -> None:
+    """100,000 of 80 bytes: 8 MB, which fill a buffer of 8 MiB, twice, and 8 MiB of a hash table."""
+    rows = pa.table({"x": [f"{number:080}" for number in range(100_000)], "label": np.arange(100_000) % 2})
+    path = write(tmp_path, rows, {"x": {"table": "table"}}, model={"interaction": "dot_and_embeddings"})
+    before = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    with opened(path) as (_, inputs):
+        sample, reader = Sample(inputs, "train"), SegmentReader(inputs.datasets["train"])
+        pa.set_memory_pool(pool)
+        try:
+            reader.row_group(0)
+        finally:
+            pa.set_memory_pool(before)
+    assert sample.decoding_bytes(100_000) == pytest.approx(pool.max_memory(), rel=0.1)
 
 
 def test_each_column_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
