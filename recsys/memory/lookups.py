@@ -31,14 +31,10 @@ class Lookups:
         self.number_bytes = vector_type(config, on_gpu).itemsize
         self.given_bytes = 4 if fbgemm_output(config, on_gpu) is None else self.number_bytes
 
-    def _num_vectors(self, feature: str, rows: int, means: Mapping[str, float]) -> float:
-        """Return how many vectors are looked up for a feature of `rows` rows."""
-        by_id = self._config.features[feature].table in self._by_id
-        return rows * means[feature] if by_id else rows
-
     def pooled(self, rows: int, means: Mapping[str, float]) -> int:
         """Return the bytes of the vectors of this rank's rows, of all features."""
-        numbers = sum(dim * self._num_vectors(name, rows, means) for name, dim in self._dims.items())
+        by_id = {name for name, feature in self._config.features.items() if feature.table in self._by_id}
+        numbers = sum(rows * dim * (means[name] if name in by_id else 1) for name, dim in self._dims.items())
         return int(self.number_bytes * numbers)
 
     def _features(self, shard: Shard, rank_rows: int, means: Mapping[str, float]) -> Iterator[tuple[str, int, float]]:
@@ -54,11 +50,13 @@ class Lookups:
         over ranks, and the number of ids for all."""
         vectors = reduced = ids = 0.0
         for shard in self._shards:
+            # Of a table split by rows each rank has the vectors of its ids, or of all rows a part that is added up.
+            by_id = shard.table in self._by_id
             split = ShardingChoice(shard.sharding_type) in ROW_SPLITS
-            for name, of_rows, of_ids in self._features(shard, rows, means):
-                size = self._num_vectors(name, of_rows, means) * shard.size[1] * self.given_bytes
+            for _, of_rows, of_ids in self._features(shard, rows, means):
+                size = (of_ids if by_id else of_rows) * shard.size[1] * self.given_bytes
                 vectors += size
-                reduced += size if split else 0
+                reduced += size if split and not by_id else 0
                 ids += of_ids
         return int(vectors), int(reduced), int(ids)
 

@@ -88,6 +88,16 @@ def test_vectors_have_the_bytes_that_fbgemm_gives(output: str, given: int, sent:
     assert lookups.pooled(64, means) == 64 * 6 * 8 * sent
 
 
+@pytest.mark.parametrize("by_id", [False, True])
+def test_a_part_of_a_table_gives_the_vectors_of_its_ids_or_adds_up_those_of_all_rows(by_id: bool) -> None:
+    options = ["model.attention={history: item_id}"] if by_id else []
+    config = load_config(str(ROOT / "configs/dlrm_sample.yaml"), options)
+    means, rows = dict.fromkeys(config.features, 1.0) | {"history": 10.0}, config.tables["item"].num_embeddings
+    lookups = Lookups(config, [Shard("item", 0, (0, 0), (rows // 4, 8), "row_wise", "fused")], 4, on_gpu=False)
+    ids, lists = 4 * 64 * (1 + 10) // 4, 4 * 64 * 2
+    assert lookups.of_ranks(64, means) == ((ids * 32, 0, ids) if by_id else (lists * 32, lists * 32, ids))
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_gradients_by_id_are_there_for_one_feature_at_a_time(weighted: bool) -> None:
     """Three features of lists, two of them of one table: what the update takes is what is predicted of it."""
