@@ -25,9 +25,10 @@ from recsys.data.footers import metadata_of, opened
 from recsys.data.storage import Storage
 from recsys.errors import UserError, nearest
 from recsys.ids import KeptRows, build_mapping, is_text, read_vocabulary
-from recsys.runtime.parquet import ROW_GROUP_ROWS, prepare_parquet, write_parquet
+from recsys.runtime.parquet import ROW_GROUP_ROWS, STREAMED, prepare_parquet, write_parquet
 
 VECTOR = "vector"
+_ROWS_AT_ONCE = 1 << 13  # that are read
 _KEYS = ("row", "id", "bucket")
 _OPTIMIZER, _UPDATES = b"recsys.optimizer", b"recsys.updates"  # in a file's metadata
 
@@ -190,7 +191,7 @@ def import_table(
             states = [name for name in names if name not in (*_KEYS, VECTOR)]
             taken = {VECTOR, *(states if there == optimizer else ())} & columns.keys()
             read_columns = [name for name in names if name in (*_KEYS, *taken)]
-            for batch in file.iter_batches(ROW_GROUP_ROWS, columns=read_columns):
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=read_columns):
                 places = _places(key, table, settings, rows, batch)
                 num_rows += _set_rows(key, batch, places, columns, taken)
     except (pa.ArrowException, OSError, TypeError, ValueError) as error:
@@ -242,7 +243,7 @@ def _optimizer_of(file: pq.ParquetFile, default: str) -> tuple[str, int]:
 def _opened(path: Path) -> pq.ParquetFile:
     """Open a file in Parquet's own types, since its writer may have had list views, or UUIDs for texts."""
     footer = metadata_of(Storage(), str(path), path.stat().st_size)
-    return opened(str(path), footer, page_checksum_verification=True)
+    return opened(str(path), footer, page_checksum_verification=True, **STREAMED)
 
 
 def _check_columns(key: str, names: list[str], settings: TableConfig) -> None:

@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +14,8 @@ from recsys.errors import UserError
 from recsys.runtime.files import prepare_output, replacing
 
 ROW_GROUP_ROWS = 1 << 16  # held in memory
+# To read a file some rows at a time: Arrow else reads all that is asked for of it before the first row.
+STREAMED: Any = {"pre_buffer": False, "buffer_size": 1 << 20}
 
 
 def prepare_parquet(path: Path, *columns: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from recsys.errors import UserError
 from recsys.runtime.files import replace_file, replacing
 from recsys.runtime.logs import logger
+from recsys.runtime.parquet import STREAMED
 
 INDEX, REPORT = "_index.faiss", "_index.json"  # readers of Parquet folders skip names with an underscore in front
 KINDS = ("flat", "ivfpq")
@@ -82,7 +83,7 @@ def _empty_index(kind: str, num_rows: int, dim: int) -> tuple[Any, str]:
 def _vectors(folder: Path) -> Iterator[np.ndarray]:
     """Yield the vectors in order, in chunks: float32 [rows, dim]."""
     for path in sorted(folder.glob("part-*")):
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, **STREAMED) as file:
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=["vector"]):
                 yield batch.column(0).flatten().to_numpy().reshape(batch.num_rows, -1)
 

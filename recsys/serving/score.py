@@ -36,10 +36,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-FORMAT = 1
-MANIFEST, PROGRAM = "manifest.json", "dense.pt2"  # the program is torch's, and may be missing
+FORMAT, MANIFEST, PROGRAM = 1, "manifest.json", "dense.pt2"  # the program is torch's, and may be missing
 NULL_ROW = 0
 ROWS_AT_ONCE = 8192  # of a file
+STREAMED: Any = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": 1 << 20}  # else read whole
 VERIFIED_BYTES = 64 << 20  # larger files of vectors are read by row, and verified if that is asked for
 SCORES_AT_ONCE = 1 << 24  # of users with items
 PAIRS_AT_ONCE = 1 << 22  # of ids in a list, which attention takes several numbers for
@@ -740,7 +740,7 @@ class Scorer:
 
     def vectors_of_items(self, path: Path) -> Iterator[np.ndarray]:
         """Yield the vectors of the items of a file, float32 [items, dim], some at a time."""
-        for batch in pq.ParquetFile(path).iter_batches(ROWS_AT_ONCE):
+        for batch in pq.ParquetFile(path, **STREAMED).iter_batches(ROWS_AT_ONCE):
             yield self.outputs("item", pa.Table.from_batches([batch]))[0]
 
     def score(self, rows: Any) -> pa.Table:
@@ -891,7 +891,7 @@ def opened(path: str) -> pq.ParquetFile:
     content = memoryview(pa.memory_map(path).read_buffer())
     tail = bytes(content[-8 - int.from_bytes(content[-8:-4], "little") :])
     metadata = pq.read_metadata(pa.BufferReader(tail.replace(b"\x18\x0cARROW:schema\x18", b"\x18\x0carrow:schema\x18")))
-    return pq.ParquetFile(path, metadata=metadata, page_checksum_verification=True, coerce_int96_timestamp_unit="us")
+    return pq.ParquetFile(path, metadata=metadata, coerce_int96_timestamp_unit="us", **STREAMED)
 
 
 def types_of(files: dict[str, dict[str, pa.Scalar]], names: list[str]) -> dict[str, pa.DataType]:
