@@ -1,7 +1,7 @@
 """Facts of the data for predictions of memory: ids in a row, windows, decoding, vocabularies."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import cycle, islice
 
@@ -16,6 +16,7 @@ from recsys.data.inputs import Inputs
 from recsys.data.order import most_shares, slice_bounds
 from recsys.data.parquet import read_head
 from recsys.data.wanted import column_of, role_features, with_figures
+from recsys.data.window import Ragged
 from recsys.ids import index_bytes, is_text, statistics_bytes
 from recsys.memory import DataFacts, Decoding
 from recsys.memory.sample import SAMPLE_ROWS, Sample, rows_by_bytes, stored_rows
@@ -71,6 +72,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         vocabulary_bytes=vocabularies,
         counted_ids=counted,
         counted_texts=texts,
+        counted_shown=_shown(inputs, sample, counted, world_size),
         counted_bytes=_counted_bytes(inputs, sample, counted),
         statistics_bytes=sum(map(statistics_bytes, distinct.values())),
         num_items=0 if inputs.corpus is None else len(inputs.corpus),
@@ -160,6 +162,21 @@ def _vocabularies(
         size += _NUMBER_BYTES * num_rows
         counted[counts_of(feature)] = int(min(num_rows, distinct.get(feature, num_rows)))
     return size, counted, texts
+
+
+def _shown(inputs: Inputs, sample: Sample, counted: Iterable[str], world_size: int) -> dict[str, list[float]]:
+    """Return `DataFacts.counted_shown`, of tables whose columns have one id a row."""
+    rows, features = inputs.datasets["train"].row_groups.num_rows, inputs.config.features
+    of_ranks, shown = [int(rows[rank::world_size].sum()) for rank in range(world_size)], dict[str, list[float]]()
+    for key in counted:
+        columns = [
+            part
+            for name, part in zip(sample.names, sample.columns.ids, strict=True)
+            if key in (features[name].table, counts_of(name))
+        ]
+        if not any(isinstance(part, Ragged) for part in columns):
+            shown[key] = [num_rows * len(columns) for num_rows in of_ranks]
+    return shown
 
 
 def _drawn_bytes(inputs: Inputs) -> int:

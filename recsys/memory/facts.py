@@ -1,12 +1,19 @@
 """The inputs of a prediction of memory, facts of data and dense part, and its result, a rank's bytes by kind."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from recsys.config import Config
 from recsys.config.features import float_columns, has_weighted_ids, id_features
+from recsys.ids import index_bytes
 from recsys.memory.tensors import Bytes
 from recsys.tables.bytes import TableBytes
+
+_ID_BYTES = 8  # that is a number
+_COUNTED_BYTES = 16  # of a distinct id, beside its text
+# Of each while those of a table are merged and chosen: of numbers 60 to 115 were measured, of texts 125 to 150 beside
+# two copies.
+_NUMBER_CHOICE_BYTES, _TEXT_CHOICE_BYTES = 75, 140
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,8 @@ class DataFacts:
             that negatives are drawn from.
         counted_ids: by table, distinct ids that its vocabulary is chosen from; by `counts_of` a feature, those counted.
         counted_texts: by table, the mean bytes of such an id, if it is a text.
+        counted_shown: by table and rank, the ids that the rank counts, each as often as it comes; of a table that is
+            not there, more than are distinct.
         source: where the figures come from, in words.
         statistics_bytes: host memory of the counts of ids, once the data have been seen.
         num_items: items that an evaluation ranks. listed_items: items of a user's lists, on average.
@@ -58,6 +67,7 @@ class DataFacts:
     vocabulary_bytes: int = 0
     counted_ids: Mapping[str, int] = field(default_factory=dict)
     counted_texts: Mapping[str, float] = field(default_factory=dict)
+    counted_shown: Mapping[str, Sequence[float]] = field(default_factory=dict)
     statistics_bytes: int = 0
     num_items: int = 0
     listed_items: float = 0
@@ -78,6 +88,28 @@ class DataFacts:
             {name: mean * min(1, rows / batch_rows) for name, mean in means.items()}
             for means, rows in zip(self.eval_ids, sizes, strict=False)
         )
+
+    def counting_bytes(self, rank: int, num_ranks: int) -> dict[str, int]:
+        """Return by kind what a rank holds while vocabularies are counted and chosen; empty if none is."""
+        if not (self.counted_ids or self.counted_bytes):
+            return {}
+        counted, choosing, chosen, indices = 0.0, 0.0, 0.0, 0.0
+        for table, n in self.counted_ids.items():
+            text = self.counted_texts.get(table, 0.0)
+            seen = [min(n, shown) for shown in self.counted_shown.get(table, [n] * num_ranks)]
+            counted += (_COUNTED_BYTES + text) * seen[rank]
+            # Of several ranks, what all have seen is there as bytes and as tables, numbers thrice and texts once.
+            gathered = (3 * _COUNTED_BYTES + text) * sum(seen) if num_ranks > 1 else 0
+            choosing = max(choosing, (_TEXT_CHOICE_BYTES + 2 * text if text else _NUMBER_CHOICE_BYTES) * n + gathered)
+            id_bytes = (text or _ID_BYTES) * n
+            chosen, indices = chosen + id_bytes, indices + index_bytes(n, int(id_bytes * (2 if text else 1)))
+        # Ids are chosen once decoding has ended and given its memory back: the larger of the two makes the peak.
+        return {
+            "id_counts": int(counted + choosing * (choosing >= self.counted_bytes)),
+            "loader_decoding": self.counted_bytes if self.counted_bytes > choosing else 0,
+            # What finds ids is made of them afterwards, when nothing else is there.
+            "vocabularies": int(chosen + max(0, self.vocabulary_bytes - indices)),
+        }
 
     def batch_bytes(self, config: Config, rows: int, means: Mapping[str, float]) -> int:
         """Return the bytes of a batch whose rows have `means` ids of each feature."""

@@ -35,8 +35,6 @@ _FORKING_BYTES, _FORKED_BYTES = {False: 176 << 20, True: 301 << 20}, 46 << 20
 # of Computer Programming, 2.5), or somewhat more in random runs. Those of steps lie in the training thread's heap.
 _HOLES = 0.8
 _GLOO_THREADS = 2  # of a group
-# Of a distinct id, beside its text: while ids are counted, and while those of one table are merged and chosen.
-_COUNTED_BYTES, _CHOICE_BYTES = 16, 140
 _FILL_BYTES, _FILLED_BYTES = 4 << 20, 25  # temporaries of initial weights: on CPU, and on GPUs for each element
 _SYNCHRONISED_BYTES = 250 << 20  # at once, by DistributedDataParallel when it is made
 # One is trained, one's ids are exchanged, one is copied; without exchanges there are two, and one on CPUs.
@@ -105,18 +103,10 @@ class _Rank:
 
     def _counting(self) -> dict[str, dict[str, Bytes]]:
         """Return the phase in which vocabularies are counted, if there is one; it comes before the tables."""
-        counts, texts, decoding = self._data.counted_ids, self._data.counted_texts, self._data.counted_bytes
-        if not (counts or decoding):
+        counting = self._data.counting_bytes(self._rank, self._topology.world_size)
+        if not counting:
             return {}
-        ranks = self._topology.world_size if self._topology.world_size > 1 else 0  # numbers thrice, as bytes and tables
-        by_table = [(n, int(n * texts.get(name, 0))) for name, n in counts.items()]
-        # Ids are chosen once decoding has ended and given its memory back: the larger of the two makes the peak.
-        sizes = ((_CHOICE_BYTES + 3 * ranks * _COUNTED_BYTES) * n + (1 + ranks) * text for n, text in by_table)
-        choosing = max(sizes, default=0)
-        host = {
-            "id_counts": sum(_COUNTED_BYTES * n + text for n, text in by_table) + choosing * (choosing >= decoding),
-            "loader_decoding": decoding if decoding > choosing else 0,
-            "vocabularies": self._data.vocabulary_bytes,
+        host = counting | {
             "libraries": self._libraries("init"),
             "process": HOST_PROCESS_BYTES[self._topology.device.type],
         }

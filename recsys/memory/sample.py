@@ -194,9 +194,13 @@ class Sample:
 
     def decoding_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
         """Return what Arrow takes at its peak to decode columns of so many rows, all by default."""
-        names = list(self._columns if columns is None else columns)
-        building = [self._columns[name].building_bytes(self._times[name] * num_rows / self.rows) for name in names]
-        return self.table_bytes(num_rows, names) + (sum(building) if self._at_once else max(building, default=0))
+        decoded = building = peak = 0.0
+        for name in self._columns if columns is None else columns:
+            decoded += self.table_bytes(num_rows, [name])
+            own = self._columns[name].building_bytes(self._times[name] * num_rows / self.rows)
+            building = own + building * self._at_once  # else one column after another, and those behind are not there
+            peak = max(peak, decoded + building)
+        return peak
 
     def small_share(self, num_rows: int) -> float:
         """Return which share of the columns of so many rows, in bytes, lies in blocks of the heap."""
