@@ -59,7 +59,6 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
     of_evaluation = max((samples[role].row_bytes * rows for role, (rows, _) in others.items()), default=0)
     distinct = dict(zip(sample.names, sample.distinct_ids(train_rows), strict=True))
     vocabularies, counted, texts = _vocabularies(config, inputs, distinct, sample.text_bytes())
-    vocabularies += _drawn_bytes(inputs)
     return DataFacts(
         mean_ids=_mean_ids(config, sample.mean_ids(), world_size),
         most_ids=_most_ids(inputs, sample, held),
@@ -69,7 +68,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         decoding=_decoding_by_rank(inputs, samples, {"train": largest, **{r: rows for r, (_, rows) in others.items()}}),
         eval_rows=roles,
         source=sample.source,
-        vocabulary_bytes=vocabularies,
+        vocabulary_bytes=vocabularies + _drawn_bytes(inputs),
         counted_ids=counted,
         counted_texts=texts,
         counted_shown=_shown(inputs, sample, counted, world_size),

@@ -327,8 +327,8 @@ def test_a_vocabulary_of_texts_is_counted_with_these(is_list: bool, tmp_path: Pa
 def test_ranks_gather_no_more_ids_than_the_data_show() -> None:
     all_alike = DataFacts({}, 4, 0, (), {}, "", counted_ids={"table": 1000})
     shared_out = replace(all_alike, counted_shown={"table": [600, 400]})
-    counts = [facts.counting_bytes(1, 2)["id_counts"] for facts in (all_alike, shared_out)]
-    assert counts[0] - counts[1] == 1000 * 3 * 16 + 600 * 16  # of what was gathered, and of what the rank has counted
+    counts = [facts.counting_bytes(0, 2)["id_counts"] for facts in (all_alike, shared_out)]
+    assert counts[0] - counts[1] == 1000 * 3 * 16 + 400 * 16  # of what is gathered, and of what the rank counts
 
 
 @pytest.mark.parametrize("num_texts", [250_000, 300_000])
