@@ -234,18 +234,18 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
     loader, follows = inputs.loader(role), role == "train" and _reaches_second_epoch(inputs)
     for numbers in loader.row_groups_by_rank():
         read = np.ceil(np.sort(stored[numbers])[::-1]).astype(int)
+        kept_rows = np.sort(used[numbers])[::-1] if dataset.filter else read  # one is kept without those left out
         sizes = list(map(sample.decoding_bytes, read[:threads].tolist()))
         if threads == 1 and loader.kept_row_groups:
-            sizes += map(sample.table_bytes, read[1:CACHED_ROW_GROUPS].tolist())
+            sizes += map(sample.table_bytes, kept_rows[1:CACHED_ROW_GROUPS].tolist())
         # Streams are read one after another, and neighbours are often cut from one row group; but where an epoch
         # follows another, a row group of the one is there while one of the next is decoded.
         apart = CACHED_ROW_GROUPS if follows and not in_processes else 1
         decoding = sum(sizes[:apart]) + min(1.0, len(numbers) / streams) * sum(sizes[apart:])
         in_heaps = sample.small_share(int(read.max(initial=0)))
         if len(used) <= CACHED_ROW_GROUPS:  # decoded once, and kept
-            cached = used[numbers] if dataset.filter else read
-            kept = sum(map(sample.table_bytes, cached.tolist())) * (threads if in_processes else 1)
-            by_rank.append((int(decoding), int(making + kept), int(in_heaps * making + kept)))
+            kept = sum(map(sample.table_bytes, kept_rows.tolist())) * (threads if in_processes else 1)
+            by_rank.append((int(decoding), int(making + kept), int(in_heaps * (making + kept))))
         else:
             by_rank.append((0, int(making + decoding), int(in_heaps * (making + decoding))))
     return by_rank

@@ -23,7 +23,7 @@ class Decoding:
     Attributes:
         first: before there are windows and steps; later: beside these.
         eval_first, eval_later: the same of the data set to evaluate that takes most. eval_kept: of `eval_later`, what
-            stays after an evaluation, in heaps or to be used again.
+            stays after an evaluation, in heaps.
     """
 
     first: int = 0

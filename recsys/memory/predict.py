@@ -177,8 +177,7 @@ class _Rank:
         train = self._config.train
         follows_one = train.eval_every_steps is not None or train.eval_every_epochs is not None
         of_evaluation = self._decoding.eval_later if in_evaluation else self._decoding.eval_kept * follows_one
-        # The memory of an evaluation's windows is kept for the next one.
-        eval_windows = self._data.eval_window_bytes if in_evaluation or follows_one else 0
+        eval_windows = self._data.eval_window_bytes if in_evaluation else 0  # which it gives back
         processes, decoding = self._decoding_processes, self._decoding
         with_cuda = topology.on_gpu or torch.version.cuda is not None
         in_processes = _FORKING_BYTES[with_cuda] + processes * _FORKED_BYTES + max(decoding.first, decoding.later)
@@ -296,7 +295,7 @@ class _Rank:
         kinds = zip(self._data.evaluated_ids(self._eval_rows), self._dense.eval_bytes, strict=True)
         in_steps = max((self._in_evaluation(*kind) for kind in kinds), key=lambda sizes: sum(sizes.values()))
         loader = self._loader(in_evaluation=True)
-        later = self._decoding.eval_later + sum(in_steps.values())
+        later = self._decoding.eval_later + self._data.eval_window_bytes + sum(in_steps.values())
         loader["loader_decoding"] += max(0, self._decoding.eval_first - later)
         binary = sum(label.loss.is_binary for label in self._config.labels().values())
         results = rows * _RESULT_BYTES * (binary + 1 if binary else 0)

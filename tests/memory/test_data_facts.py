@@ -152,6 +152,24 @@ def test_a_row_group_is_kept_while_another_is_decoded(num_threads: int, num_stre
     assert 1 < of_one_epoch / (decoded + second * 3 / 8) < 1.6
 
 
+def test_a_row_group_is_kept_without_rows_that_a_filter_leaves_out(tmp_path: Path) -> None:
+    settings = {"data.num_threads": 1, "data.num_streams": 8, "train.epochs": 9}
+    of_all, filtered = (
+        facts_of(tmp_path, ROWS // 3, **settings, **only).decoding[0].later for only in ({}, {"data.filter": "id0 < 2"})
+    )
+    assert of_all - filtered > 0.8 * (ROWS // 3 * (4 * 8 + 10 * 8 + 4))  # of twelve rows one is left
+
+
+def test_windows_of_an_evaluation_are_there_while_it_lasts(tmp_path: Path) -> None:
+    facts_of(tmp_path)
+    settings = ["data.valid=${data.train}", "train.eval_every_steps=1"]
+    prediction = rehearse_run(load_config(tmp_path / "config.yaml", settings)).prediction
+    kinds, data = prediction.ranks[0].phases, prediction.data
+    assert kinds["step"]["host"]["loader_windows"] == kinds["save"]["host"]["loader_windows"] == data.window_bytes
+    assert kinds["evaluation"]["host"]["loader_windows"] == data.window_bytes + data.eval_window_bytes
+    assert data.eval_window_bytes > 0
+
+
 def test_few_windows_are_cut_elsewhere_in_other_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of seven row groups over eight streams; where one of them is whole in two epochs, it is held twice."""
     settings = {"data.window_mib": 1, "train.epochs": 5}
