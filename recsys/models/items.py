@@ -30,7 +30,8 @@ class ItemVectors:
         self._vectors, self._positions = vectors[order].to(world.device), positions[order].to(world.device)
         self._num_items, self._world = num_items, world
         # The users of the last call, and their best items: one tuple, since several threads may call.
-        self._last: tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]] = None, (vectors, vectors)
+        none = torch.empty(0)
+        self._last: tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]] = None, (none, none)
 
     def __len__(self) -> int:
         return self._num_items

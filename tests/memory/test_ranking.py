@@ -1,5 +1,6 @@
 """What it takes to rank items for users, in predictions and where settings are chosen by them."""
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from recsys.memory.autofit import Fitter
 from recsys.memory.data_facts import data_facts
 from recsys.memory.levers import Change, with_changes
 from recsys.memory.ranking import ranking_bytes
+from recsys.models.items import ItemVectors
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.machine import topology_of
 from recsys.runtime.world import rehearse_world
@@ -63,6 +65,16 @@ def test_rows_that_fill_a_batch_have_no_lists(num_ranks: int, tmp_path: Path) ->
     more = replace(facts, listed_items=301)
     of_item = (ranking_of(more, 1000, *ranks, config=config) - found[1]) / 1000
     assert of_item >= 16 * (1 + (num_ranks if num_ranks > 1 else 0)) + 16
+
+
+def test_vectors_of_items_are_held_once() -> None:
+    """In the order of the corpus, and not as they came as well."""
+    vectors = torch.rand(10, 4)
+    given = weakref.ref(vectors)
+    with rehearse_world(1, 1, torch.device("cpu")) as world:
+        items = ItemVectors(vectors, torch.arange(10), 10, world)
+        del vectors
+        assert len(items) == 10 and given() is None
 
 
 def test_facts_of_users_and_items_follow_from_the_data(tmp_path: Path) -> None:
