@@ -183,10 +183,12 @@ class FooterParser:
             if column not in keys and column not in self.optional:
                 beside = f"{column.partition('.')[0]}."  # of one of a struct, its other fields come first
                 have = sorted(dict.fromkeys([*schema.names, *keys]), key=lambda name: not name.startswith(beside))
-                advice = f"; {BY_DATASET}" if self.wanted[column].startswith(KEY) else ""
+                near = nearest(column, have)
+                advice = "" if near else "; data.optional_columns takes those that only some files have"
+                advice += f"; {BY_DATASET}" if self.wanted[column].startswith(KEY) else ""
                 raise UserError(
-                    f"{self.wanted[column]}: file '{name}' has no column '{column}'{nearest(column, have)} "
-                    f"(it has: {_listed(have)}); data.optional_columns takes those that only some files have{advice}"
+                    f"{self.wanted[column]}: file '{name}' has no column '{column}'{near} (it has: "
+                    f"{_listed(have)}){advice}"
                 )
 
 
