@@ -224,6 +224,7 @@ class _Rank:
         copies = self._background_copies() if goes_on else 0
         in_steps, loader = self._in_steps(), self._loader()
         later = loader["loader_windows"] + loader["loader_decoding"] + sum(in_steps.values())
+        later += self._libraries("later") - self._libraries("init")  # which the first step loads
         if not self._decoding_processes:  # which take that beside this one
             loader["loader_decoding"] += max(0, self._decoding.first - later)
         host = {"offloaded_activations": self._dense.host_bytes, "save_copies": copies}

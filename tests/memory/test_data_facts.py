@@ -19,7 +19,7 @@ from recsys.data.inputs import Inputs, open_inputs
 from recsys.data.window import convert_table
 from recsys.errors import UserError
 from recsys.ids import statistics_bytes
-from recsys.memory import DataFacts
+from recsys.memory import DataFacts, Decoding
 from recsys.memory import data_facts as data_facts_module
 from recsys.memory import sample as sample_module
 from recsys.memory.autofit import Fitter
@@ -340,6 +340,17 @@ def test_a_vocabulary_of_texts_is_counted_with_these(is_list: bool, tmp_path: Pa
     of_numbers, of_texts = sizes
     assert of_texts["id_counts"] - of_numbers["id_counts"] == pytest.approx((3 * 64 + 65) * ROWS, rel=0.01)
     assert of_texts["vocabularies"] - of_numbers["vocabularies"] == pytest.approx((64 - 8) * ROWS, rel=0.01)
+
+
+def test_what_is_decoded_first_is_there_before_libraries_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts_of(tmp_path)
+    monkeypatch.setattr(data_facts_module, "_decoding_by_rank", lambda *_: (Decoding(first=1 << 30),))
+    host = rehearse_run(load_config(tmp_path / "config.yaml")).prediction.ranks[0].phases["step"]["host"]
+    others = ("process", "id_statistics", "heap", "table_weight", "table_optimizer", "blas_workspaces")
+    dense = [kind for kind in host if kind.startswith("dense_")]
+    assert sum(host.values()) - sum(host.get(kind, 0) for kind in (*others, *dense)) < (1 << 30) + (20 << 20)
 
 
 def test_ranks_gather_no_more_ids_than_the_data_show() -> None:
