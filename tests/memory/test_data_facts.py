@@ -360,27 +360,6 @@ def test_ranks_gather_no_more_ids_than_the_data_show() -> None:
     assert counts[0] - counts[1] == 1000 * 3 * 16 + 400 * 16  # of what is gathered, and of what the rank counts
 
 
-@pytest.mark.parametrize("num_texts", [250_000, 300_000])
-def test_texts_are_decoded_through_a_hash_table(num_texts: int, tmp_path: Path) -> None:
-    """Arrow's is four times as large where it has more than 262,144 texts; columns that follow are not there yet."""
-    numbers = np.random.default_rng(0).random((4, num_texts))
-    columns = {"id": pa.array([f"text {i:012}" for i in range(num_texts)]), "label": np.arange(num_texts) % 2}
-    features = {"id": {"table": "table"}} | {f"f{i}": {"type": "float"} for i in range(4)}
-    rows = pa.table(columns | {f"f{i}": numbers[i] for i in range(4)})
-    path, before = (
-        write(tmp_path, rows, features, model={"interaction": "dot_and_embeddings"}),
-        pa.default_memory_pool(),
-    )
-    with opened(path) as (_, inputs):
-        expected = Sample(inputs, "train").decoding_bytes(num_texts)
-        pa.set_memory_pool(pool := pa.proxy_memory_pool(before))
-        try:
-            SegmentReader(inputs.datasets["train"]).row_group(0)
-        finally:
-            pa.set_memory_pool(before)
-    assert expected == pytest.approx(pool.max_memory(), rel=0.25)
-
-
 def test_batches_take_what_the_loader_makes(tmp_path: Path) -> None:
     """With vectors and two labels, also where evaluations have larger ones."""
     rng = np.random.default_rng(0)
