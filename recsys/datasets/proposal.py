@@ -69,7 +69,8 @@ def label_of(columns: Mapping[str, Column], text: str | None) -> Label:
         if len(named or candidates) != 1:
             raise UserError(
                 f"which column is the label is not clear: {', '.join(candidates) or 'none'} hold 0 and 1; name it by "
-                f"--label COLUMN, or a condition, as by --label 'rating >= 4'"
+                f"--label COLUMN, or a condition, as by --label 'rating >= 4' (a log of clicks alone is for towers: "
+                f"`recsys prepare retrieval` first)"
             )
         (text,) = named or candidates
     if text not in columns:

@@ -129,7 +129,7 @@ def test_the_label(tmp_path: Path, words: list[str], data: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "not clear: one, two hold 0 and 1"),
+        ([], "not clear: one, two hold 0 and 1; .*prepare retrieval"),
         (["--label", "tow"], "--label.*'tow'"),
         (["--label", "one >= 1 and tow == 2"], "no column 'tow', only .*two"),
         (["--label", "name"], "name == 'buy'"),
