@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-
 import numpy as np
 import pyarrow as pa
 
-from recsys.datasets.logs import LogFiles, id_column, joined
+from recsys.datasets.logs import id_column, joined
 from recsys.errors import UserError
 
 
-def described(flag: str, paths: Sequence[Path], ids: pa.Array, names: Sequence[str], all_of_them: bool) -> pa.Table:
-    """Return ids with features, nulls where the files have no row of an id.
+def described(flag: str, table: pa.Table, ids: pa.Array, all_of_them: bool) -> pa.Table:
+    """Return ids with features, nulls where a table has no row of an id.
 
     Args:
-        flag: by which the user named the files, for messages.
+        flag: by which the user named the table's files, for messages.
+        table: its ids in the first column, then features.
         ids: of a log, each once.
-        names: columns of the files: their ids, then features.
-        all_of_them: ids of the files that the log does not have come behind its own; else they are left out.
+        all_of_them: ids of the table that the log does not have come behind its own; else they are left out.
 
     Raises:
-        UserError: a column is not there, an id is null or there twice, or no type holds the ids of both.
+        UserError: an id is null or there twice, or no type holds the ids of both.
     """
-    files = list(LogFiles(flag, paths))
-    table = joined([file.read(names) for file in files], [f"'{file.name}'" for file in files])
+    names = table.column_names
     both = [pa.table({names[0]: column}) for column in (ids, id_column(table, names[0]))]
     every = joined(both, ["the log", flag])[names[0]].combine_chunks().dictionary_encode()
     numbers = every.indices.to_numpy()[len(ids) :]

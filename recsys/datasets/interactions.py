@@ -226,7 +226,7 @@ def _log(table: pa.Table, columns: LogOptions, split: np.ndarray | None) -> tupl
     _, first = np.unique(user[first_order] * len(items) + item[first_order], return_index=True)
     rows = np.sort(first_order[first]) if columns.train_rows == "interactions" else np.arange(len(table))
     of_users, of_items = (
-        described(f"--{flag}", paths, ids, names, flag == "items")
+        described(f"--{flag}", _read(f"--{flag}", paths, names, None), ids, flag == "items")
         if paths
         else _featured(table, order, numbers, ids, names)
         for flag, paths, numbers, ids, names in (
