@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from recsys.data.arrays import cast
 from recsys.data.parquet import unified
 from recsys.datasets.logs import LogFile, LogFiles
-from recsys.ids import IdStatistics, hash_integers, is_text, read_keys
+from recsys.ids import IdKeys, IdStatistics, is_text, read_keys
 
 _MOST_COUNTED = 1 << 16  # distinct values; of more, a sample is kept
 _TIMES_OF_A_ROW_GROUP = 1000
@@ -78,12 +78,12 @@ class Column:
         if pa.types.is_floating(self.element):
             numbers = values.to_numpy()
             self.is_whole = self.is_whole and bool((numbers == np.rint(numbers)).all())
-            hashes = hash_integers(numbers.view(np.int64))
+            keys = IdKeys(numbers.view(np.int64))
         else:
             keys = read_keys(values)
             self.is_whole = self.is_whole and not (pa.types.is_decimal(self.element) and len(keys.texts))
-            hashes = keys.hashes(0)
-        self.values.add_hashes(np.stack([hashes, *np.empty((2, len(hashes)), np.uint64)]))
+        for _, chunk in keys.hash_chunks(0):
+            self.values.add_hashes(chunk)
         if not pa.types.is_fixed_size_binary(self.element):  # which Arrow does not compare
             ends = pc.min_max(values).as_py().values()
             self.least, self.greatest = (
@@ -111,21 +111,16 @@ class Column:
     @cached_property
     def num_distinct(self) -> int:
         """How many distinct values there are; of many, an estimate of three digits."""
-        hashes, limit = self._sample
+        hashes, limit = self.values.kept()
         return int(float(f"{len(hashes) * 2.0**64 / limit:.3g}")) if limit < 2**64 else len(hashes)
 
     def likeness(self, other: Column) -> float:
         """Return the share that is in both columns, of the distinct values that are in one of them."""
-        limit = min(self._sample[1], other._sample[1])
-        own, others = (column._sample[0][column._sample[0] <= np.uint64(limit - 1)] for column in (self, other))
+        (own, limit), (others, other_limit) = self.values.kept(), other.values.kept()
+        last = np.uint64(min(limit, other_limit) - 1)
+        own, others = own[own <= last], others[others <= last]
         shared = len(np.intersect1d(own, others, assume_unique=True))
         return shared / max(1, len(own) + len(others) - shared)
-
-    @cached_property
-    def _sample(self) -> tuple[np.ndarray, int]:
-        """Hashes of distinct values, uint64, and the limit that all of them are below."""
-        state = self.values.state()
-        return state[5:], int(state[4]) + 1
 
     def time_after(self, share: float) -> Any:
         """Return a time that about such a share of the rows is before, as Python has it."""

@@ -7,6 +7,7 @@ from recsys.ids.build import build_mapping, build_routes
 from recsys.ids.growth import Grown, KeptIds, grow
 from recsys.ids.hashing import (
     NANOSECONDS,
+    IdKeys,
     hash_column,
     hash_integers,
     is_number,

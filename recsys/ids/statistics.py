@@ -92,6 +92,12 @@ class IdStatistics:
             self.num_rows = self.num_ids = self.num_nulls = self.num_out_of_vocabulary = 0
             return state
 
+    def kept(self) -> tuple[np.ndarray, int]:
+        """Return the sample: hashes, uint64 ascending, and the limit that all of them are below; 2**64 of all ids."""
+        with self._lock:
+            self._merge()
+            return self._hashes, self._limit
+
     def state(self) -> np.ndarray:
         """Return counts and hashes for `add_state`: uint64 [5 + distinct ids in the sample], up to 512 KiB."""
         with self._lock:
