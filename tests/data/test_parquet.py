@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from arrow_pool import arrow_pool
 from conversion import refusal
 from parquet_files import open_columns, write
 
@@ -343,11 +344,7 @@ def test_a_row_group_takes_little_beyond_itself_while_it_is_decoded(tmp_path, wh
     names = [f"list{i}" for i in range(12)]
     write(tmp_path / "a.parquet", dict.fromkeys(names, lists), row_group_rows=20_000)
     dataset = open_dataset("data.train", str(tmp_path), dict.fromkeys(names, "config key 'features'"))
-    before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
-    pa.set_memory_pool(pool)
-    try:
+    with arrow_pool() as pool:
         reader = SegmentReader(dataset, names)
         decoded = (reader.row_group(0) if whole else reader.head(0, 20_000)).nbytes
-    finally:
-        pa.set_memory_pool(before)
     assert decoded < pool.max_memory() < 1.5 * decoded

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from arrow_pool import arrow_pool
 
 from recsys.config import Config, load_config
 from recsys.data.decode import SegmentReader
@@ -82,15 +83,11 @@ def test_counts_of_ids_go_by_the_distinct_ones(distinct: int, tmp_path: Path) ->
 
 def test_ids_of_long_lists_are_counted_in_little_memory() -> None:
     """Every rank counts them before it trains: of 2 million that would take more than many a run."""
-    rng, before = np.random.default_rng(0), pa.default_memory_pool()
+    rng = np.random.default_rng(0)
     ids = pa.array(rng.integers(0, 1_000_000, 2_000_000))
     lists = pa.chunked_array([pa.ListArray.from_arrays(pa.array(np.arange(0, 2_000_001, 500), pa.int32()), ids)])
-    pool = pa.proxy_memory_pool(before)
-    pa.set_memory_pool(pool)
-    try:
+    with arrow_pool() as pool:
         distinct = sample_module._Distinct.of(lists)
-    finally:
-        pa.set_memory_pool(before)
     assert pool.max_memory() < 48 << 20
     assert (distinct.ids, distinct.among(0.0005)) == (2_000_000, 1000)
     assert distinct.among(1) == pytest.approx(1_000_000, rel=0.05)
@@ -277,15 +274,10 @@ def test_texts_are_decoded_to_a_dictionary_beside_what_finds_them(tmp_path: Path
     """100,000 of 80 bytes: 8 MB, which fill a buffer of 8 MiB, twice, and 8 MiB of a hash table."""
     rows = pa.table({"x": [f"{number:080}" for number in range(100_000)], "label": np.arange(100_000) % 2})
     path = write(tmp_path, rows, {"x": {"table": "table"}}, model={"interaction": "dot_and_embeddings"})
-    before = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(before)
     with opened(path) as (_, inputs):
         sample, reader = Sample(inputs, "train"), SegmentReader(inputs.datasets["train"])
-        pa.set_memory_pool(pool)
-        try:
+        with arrow_pool() as pool:
             reader.row_group(0)
-        finally:
-            pa.set_memory_pool(before)
     assert sample.decoding_bytes(100_000) == pytest.approx(pool.max_memory(), rel=0.1)
 
 
