@@ -29,6 +29,7 @@ from recsys.config.model import find_model
 from recsys.config.names import MOST_YAML_NODES, run_name_of
 from recsys.config.nodes import nodes_of
 from recsys.config.ranges import expand_override, without_ranges
+from recsys.config.removals import without_removed
 from recsys.config.schema import Config
 from recsys.config.values import refuse_comment
 from recsys.errors import UserError, nearest
@@ -48,7 +49,8 @@ def load_config(
 
     Args:
         path: YAML file. Its key `base` may name another, relative to itself, which holds what this one leaves out:
-            mappings are merged key by key, lists and values are replaced.
+            mappings are merged key by key, lists and values are replaced. A feature, a table or a label that is null
+            is taken out, also by an override.
         overrides: `dotted.key=value` strings; the value is parsed as YAML and wins over the file.
         debug: put the settings of the debug mode between the file and the overrides.
         trust_code: a class that model.name gives by its dotted name may be imported.
@@ -58,7 +60,7 @@ def load_config(
     """
     changes = [change for text in overrides for change in expand_override(text)]
     read = [*_read_with_bases(Path(path)), DEBUG_OVERRIDES if debug else {}, *map(_parse_override, changes)]
-    layers = [_with_label_sections(layer) for content in read for layer in without_ranges(content)]
+    layers = without_removed([_with_label_sections(layer) for content in read for layer in without_ranges(content)])
     name = _model_name(layers)
     for layer in layers:
         _check_keys({key: value for key, value in layer.items() if key != "model"}, "", Config, None)

@@ -69,6 +69,22 @@ def test_another_model_takes_no_keys_of_the_model_of_its_base(folder: Path) -> N
         load_config(write(folder / "mine.yaml", "base: base.yaml\nmodel: {name: dlrm, item_features: []}"))
 
 
+def test_a_name_that_is_null_is_taken_out_of_what_is_below(folder: Path) -> None:
+    labels = "labels: {click: clicked, buy: 'x > 0'}"
+    write(folder / "base.yaml", f"base: shared/sample.yaml\ndata: {{label_column: null, {labels}}}")
+    text = "base: base.yaml\nfeatures: {hour: null, price: null}\ntables: {hour: null}\ndata: {labels: {buy: null}}"
+    path, sample = write(folder / "mine.yaml", text), load_config(SAMPLE)
+    config = load_config(path, ["features.price={type: float}"])
+    assert list(config.features) == [*(name for name in sample.features if name not in ("hour", "price")), "price"]
+    assert sample.features["price"].log1p and not config.features["price"].log1p  # given anew, without what was below
+    assert list(config.tables) == [name for name in sample.tables if name != "hour"]
+    assert list(config.data.labels) == ["click"]
+    with pytest.raises(UserError, match=r"^config key 'tables.hour': no feature uses this table"):
+        load_config(SAMPLE, ["features.hour=null"])
+    with pytest.raises(UserError, match=r"^config key 'features.huor' must be .*; did you mean 'features.hour'\?$"):
+        load_config(SAMPLE, ["features.huor=null"])
+
+
 @pytest.mark.parametrize(("below", "given"), [("'x > 0'", "x"), ("x", "'x > 0'"), ("'x > 0'", "'x > 1'")])
 def test_a_label_given_anew_as_a_plain_text_replaces_column_and_expression(
     below: str, given: str, folder: Path
