@@ -24,6 +24,7 @@ from typing import Any
 
 from recsys.datasets import delimited, histories, interactions, movielens, synthetic, writer
 from recsys.runtime.arguments import Parser
+from recsys.runtime.live import Task
 from recsys.runtime.signals import ending_orderly
 
 _ABOUT = "Write training data as Parquet: a public data set, synthetic logs, or your own delimited files."
@@ -42,7 +43,9 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> None:
     """
     args = _parser(prog).parse_args(arguments)
     with ending_orderly():
-        if args.run(args) is False:
+        with Task(f"writing {args.out}"):
+            is_new = args.run(args) is not False
+        if not is_new:
             print("already complete, nothing to do:")
         print(writer.describe(args.out))
 

@@ -16,6 +16,7 @@ from recsys.data.arrays import cast
 from recsys.data.parquet import unified
 from recsys.datasets.logs import LogFile, LogFiles
 from recsys.ids import IdKeys, IdStatistics, is_text, read_keys
+from recsys.runtime.live import Task
 
 _MOST_COUNTED = 1 << 16  # distinct values; of more, a sample is kept
 _TIMES_OF_A_ROW_GROUP = 1000
@@ -134,15 +135,19 @@ def survey(files: LogFiles) -> dict[str, Column]:
     A column that a file lacks is null in its rows. Raises UserError if a file cannot be read.
     """
     dtypes: dict[str, dict[pa.DataType, None]] = {}
+    num_groups = 0
     for file in files:
+        num_groups += file.num_row_groups
         for name in file.leaves:
             dtypes.setdefault(name, {})[file.dtype(name)] = None
     columns = {name: _column(name, list(of)) for name, of in dtypes.items()}
-    for file in files:
-        for group in range(file.num_row_groups):
-            for column in columns.values():
-                if column.problem is None:
-                    column.add(_rows(file, group, column.name))
+    with Task("reading the log", num_groups, "row groups") as task:
+        for file in files:
+            for group in range(file.num_row_groups):
+                for column in columns.values():
+                    if column.problem is None:
+                        column.add(_rows(file, group, column.name))
+                task.done += 1
     return columns
 
 

@@ -1,5 +1,6 @@
 """`recsys inspect`: what the columns of a log hold, and the config that is written for them."""
 
+import re
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -17,8 +18,10 @@ from recsys.data import storage
 from recsys.datasets.inspect import main
 from recsys.datasets.leaks import auc_alone
 from recsys.datasets.logs import LogFiles
+from recsys.datasets.prepare import prepare
 from recsys.datasets.survey import survey
 from recsys.errors import UserError
+from recsys.runtime import live
 from recsys.runtime.arguments import Parser
 
 ROWS = 2000
@@ -201,3 +204,13 @@ def test_auc_alone() -> None:
     ids = pa.array([f"{n}" for n in range(20_000)])
     assert auc_alone(ids, positive) == pytest.approx(0.5, abs=0.02)  # ids that are there once tell nothing
     assert auc_alone(ids, np.ones(20_000, bool)) == 0.5
+
+
+def test_reading_and_writing_for_long_show_how_far_they_are(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_AFTER_S", 0.001)
+    prepare(["synthetic", "--out", f"{tmp_path}/log", "--rows", "20000", "--users", "500", "--items", "50"])
+    assert f"writing {tmp_path}/log, 0 s so far\n" in capfd.readouterr().err
+    inspect(tmp_path, f"{tmp_path}/log", "--label", "label")
+    assert re.search(r"^reading the log: \d of \d row groups \(", capfd.readouterr().err, re.MULTILINE)
