@@ -47,9 +47,11 @@ def _without(layer: dict[str, Any], section: tuple[str, ...], names: list[Any]) 
 
 
 def _check_removed(section: str, removed: list[Any], below: set[Any]) -> None:
+    known = sorted(map(str, below))
     for name in removed:
         if name not in below:
             raise UserError(
                 f"config key '{section}.{name}' must be a section of keys, found null, which takes out what a base or "
-                f"the file has of this name; there is none{nearest(str(name), sorted(map(str, below)), f'{section}.')}"
+                f"the file has of this name; there is none{nearest(str(name), known, f'{section}.')} "
+                f"(known: {', '.join(known) or 'none'})"
             )
