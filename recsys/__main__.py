@@ -116,9 +116,9 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
 def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
     """Convert data; return the exit status 0, or end the process with a mistake of the user in one sentence."""
     exit_unless_installed("numpy", "pyarrow")
-    from recsys.datasets.prepare import prepare as run_converter
-
     with mistakes_told(if_stopped="nothing is left of it"):
+        from recsys.datasets.prepare import prepare as run_converter
+
         run_converter(arguments, prog)
     return 0
 
@@ -205,11 +205,11 @@ def sweep(arguments: Sequence[str]) -> int:
 
 def calibrate(arguments: Sequence[str]) -> int:
     """Measure devices; return the exit status 0, or end the process with a mistake of the user in one sentence."""
-    from recsys.config.choices import Device
-
-    parser = _parser_of("calibrate")
-    add_calibration(parser, Device.__members__)
     with mistakes_told():
+        from recsys.config.choices import Device
+
+        parser = _parser_of("calibrate")
+        add_calibration(parser, Device.__members__)
         words = parser.parse_args(arguments)
         with told_by_first_rank():
             prepare_json(words.out, "recsys calibrate", "schema_version", "device", "ranks")
@@ -222,13 +222,13 @@ def calibrate(arguments: Sequence[str]) -> int:
 
 def export(arguments: Sequence[str]) -> int:
     """Export a run; return the exit status 0, or end the process with a mistake of the user in one sentence."""
-    from recsys.config.choices import TableEncoding
-
-    parser = _parser_of_run("export")
-    add_out(parser, "folder to write, which is not there or empty", "data.items")
-    encodings, about = [encoding.name for encoding in TableEncoding], "how rows of tables are written (fp32)"
-    parser.add_argument("--tables", choices=encodings, default="fp32", help=about)
     with mistakes_told():
+        from recsys.config.choices import TableEncoding
+
+        parser = _parser_of_run("export")
+        add_out(parser, "folder to write, which is not there or empty", "data.items")
+        encodings, about = [encoding.name for encoding in TableEncoding], "how rows of tables are written (fp32)"
+        parser.add_argument("--tables", choices=encodings, default="fp32", help=about)
         words, run = _run_named_by(parser, arguments)
         from recsys.serving.export import export as export_run
 

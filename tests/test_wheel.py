@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from requirements import requirements, tomllib
 
-from recsys.runtime.versions import FIRST_MINOR, LAST_MINOR, TORCH_MINOR_OFFSET
+from recsys.runtime.versions import FIRST_MINOR, LAST_MINOR, PLAIN, TORCH_MINOR_OFFSET
 
 
 def all_required(names: set[str]) -> set[str]:
@@ -32,7 +32,8 @@ def all_required(names: set[str]) -> set[str]:
 def test_torch_comes_with_an_extra_alone() -> None:
     assert "torch" in all_required({"tensordict"})  # so that the next line is able to fail
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert "torch" not in all_required({pin.split("==")[0] for pin in project["dependencies"]})
+    plain = {pin.split("==")[0] for pin in project["dependencies"]}
+    assert "torch" not in all_required(plain) and plain == set(PLAIN)
 
 
 def test_the_sets_have_one_fbgemm_each_of_one_version() -> None:

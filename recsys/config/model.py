@@ -141,6 +141,8 @@ def find_model(name: str, is_trusted: bool = True) -> Any:
     try:
         model = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
+        if name in MODELS:
+            raise  # a package that models here need is missing, which no PYTHONPATH mends
         raise UserError(
             f"{key}: the class '{name}' cannot be imported ({error}); its module has to be installed, or found from "
             f"the current folder or PYTHONPATH"

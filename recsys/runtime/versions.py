@@ -10,6 +10,8 @@ from pathlib import Path
 from recsys.errors import UserError
 
 FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
+# `dependencies` of pyproject.toml, which a Python with a set of torch of its own may lack
+PLAIN = ("numpy", "pyarrow", "omegaconf", "psutil", "xxhash")
 REPORTED = ("torch", "torchrec", *FBGEMM, "pyarrow", "omegaconf", "numpy")
 
 # torchrec 1.X goes with fbgemm 1.X and torch 2.(X+5), none of which their wheels say. These X are supported:
@@ -42,7 +44,7 @@ def check_versions() -> None:
     """Raise a UserError if packages are missing or do not go together; it says what to install."""
     versions = installed_versions()
     fbgemm = [name for name in FBGEMM if name in versions]
-    _check_installed("torch", "torchrec", "pyarrow", "omegaconf", *(fbgemm or FBGEMM[:1]))
+    _check_installed("torch", "torchrec", *(fbgemm or FBGEMM[:1]), *PLAIN)
     if len(fbgemm) == 2:
         raise UserError(
             f"fbgemm-gpu {versions['fbgemm-gpu']} and fbgemm-gpu-cpu {versions['fbgemm-gpu-cpu']} are both "

@@ -19,7 +19,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import Device, ModelConfig, load_config
-from recsys.config.model import Needs
+from recsys.config.model import Needs, find_model
 from recsys.errors import UserError
 from recsys.memory.data_facts import data_facts
 from recsys.memory.dry_run import rehearse_run
@@ -115,6 +115,12 @@ def test_a_name_of_no_model(name: str, said: str) -> None:
     with pytest.raises(UserError, match=r"config key 'model\.name'") as caught:
         load_config(ROOT / "configs" / "dlrm_sample.yaml", [f"model.name={name}"])
     assert said in str(caught.value)
+
+
+def test_what_a_model_here_needs_is_no_matter_of_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "recsys.models.dlrm", None)  # as where a package that it imports is missing
+    with pytest.raises(ModuleNotFoundError):
+        find_model("dlrm")
 
 
 @dataclass

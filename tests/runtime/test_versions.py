@@ -20,7 +20,9 @@ CPU = {
     "fbgemm-gpu-cpu": "1.8.0",
     "pyarrow": "26.0.1",
     "omegaconf": "2.4.0",
+    "numpy": "2.4.6",
 }
+UNREPORTED = {"psutil": "7.2.2", "xxhash": "4.1.0"}
 CUDA = {**CPU, "torch": "2.13.0", "fbgemm-gpu": "1.8.0"}
 del CUDA["fbgemm-gpu-cpu"]
 
@@ -31,11 +33,13 @@ def without(installed: dict[str, str], *names: str) -> dict[str, str]:
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """A function that makes the given distributions the only ones installed."""
+    """A function that makes the given distributions the only ones installed, and those that no report names."""
 
     def replace(installed: dict[str, str]) -> None:
+        installed = {**UNREPORTED, **installed}
+
         def version(name: str) -> str:
-            if name not in installed:
+            if not installed.get(name):
                 raise metadata.PackageNotFoundError(name)
             return installed[name]
 
@@ -74,6 +78,10 @@ BAD = {
     "no pyarrow, no omegaconf": (
         without(CPU, "pyarrow", "omegaconf"),
         ["pyarrow and omegaconf are not installed"],
+    ),
+    "a set of torch alone": (
+        {**without(CPU, "omegaconf"), "psutil": "", "xxhash": ""},
+        ["omegaconf and psutil and xxhash are not installed"],
     ),
     "no fbgemm": (
         without(CPU, "fbgemm-gpu-cpu"),
@@ -194,6 +202,17 @@ def test_a_script_outside_of_its_environment(script: str, tmp_path: Path) -> Non
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "not installed for" in done.stderr and "scripts/setup.sh" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [("xxhash", "prepare csv"), ("omegaconf", "calibrate c.json"), ("omegaconf", "export a b")],
+)
+def test_a_command_without_a_package_that_it_imports(package: str, command: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; from recsys.__main__ import main; main({command.split()})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    said = f"error: the Python package '{package}' is not installed; `bash scripts/setup.sh` installs all\n"
+    assert done.returncode == 1 and done.stderr == said
 
 
 def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
