@@ -79,7 +79,9 @@ def label_of(columns: Mapping[str, Column], text: str | None) -> Label:
             if name not in columns:
                 others = f"only {', '.join(columns)}{nearest(name, columns)}"
                 raise UserError(f"--label: there is no column {name!r}, {others}")
-        return Label(named, f"labels: {{label: {_text(text)}}}", text)
+        short = not any(columns[name].num_nulls for name in named)
+        label = _text(text) if short else f"{{expression: {_text(text)}, nulls: unknown}}"
+        return Label(named, f"labels: {{label: {label}}}", text)
     column, name = columns[text], written(text)
     if column.is_list or column.least is None or is_text(column.element):
         raise UserError(f"--label: {text!r} holds no numbers; write a condition, as --label \"{name} == 'buy'\"")
@@ -209,15 +211,15 @@ def config_of(
     lines = ["data:", *(f"  {role}: {_texts(paths[role])}" for role in paths)]
     if "valid" not in paths:
         lines += [f"  valid: {_texts(paths['train'])}", f"  filter: {_cut(columns, uses)}"]
-    lines += (
-        [f"  {label.yaml}", "features: # leave out what is known only once the label is"] if label else ["features:"]
-    )
+    optional = [name for name in (*names, *(label.columns if label else ())) if not columns[name].is_in_all]
+    lines += [f"  optional_columns: [{', '.join(map(_text, optional))}] # some files lack them"] if optional else []
+    lines += [f"  {label.yaml}"] if label else []
+    lines.append("features: # leave out what is known only once the label is" if label else "features:")
     for name, column in columns.items():
         lines.append(_feature(column, uses[name], names.get(name, ""), tables.get(name, "")))
     hashed = f"ids are hashed to rows, {_ROWS_OF_AN_ID} for each of today's ids"
-    lines.append(
-        f"tables: # {hashed if label else 'an id has its own row, as those that share one are found together'}"
-    )
+    own = "an id has its own row, as those that share one are found together"
+    lines.append(f"tables: # {hashed if label else own}")
     for table in dict.fromkeys(tables.values()):
         sharing = [ids[name] for name in ids if tables[name] == table]
         lines.append(_table(table, sharing, 32 if many else 16, hashed=label is not None))

@@ -33,6 +33,7 @@ class Column:
         name: its name; of a field of a struct with the struct's, `device.os`.
         dtype: a type that holds the values of all files, as Parquet has it; null without values.
         problem: why it cannot be read; None: it can be.
+        is_in_all: no file lacks it.
         num_rows, num_nulls: of the rows that were added, and of these without a value.
         num_odd: values that are NaN or infinite; they are none of those below.
         values: counts distinct ones.
@@ -48,6 +49,7 @@ class Column:
         self.element = dtype.value_type if self.is_list else dtype
         if problem is None and pa.types.is_nested(self.element):
             self.problem = f"values of type {dtype} are not read"
+        self.is_in_all = True
         self.num_rows = self.num_nulls = self.num_odd = 0
         self.values = IdStatistics(_MOST_COUNTED)
         self.least: Any = None
@@ -143,6 +145,8 @@ def survey(files: LogFiles) -> dict[str, Column]:
     columns = {name: _column(name, list(of)) for name, of in dtypes.items()}
     with Task("reading the log", num_groups, "row groups") as task:
         for file in files:
+            for column in columns.values():
+                column.is_in_all = column.is_in_all and file.has(column.name)
             for group in range(file.num_row_groups):
                 for column in columns.values():
                     if column.problem is None:

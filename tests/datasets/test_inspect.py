@@ -116,6 +116,7 @@ def test_a_config_has_what_each_column_is(tmp_path: Path, capsys: pytest.Capture
         (["--label", "rating >= 4"], {"labels": {"label": "rating >= 4"}}),
         (["--label", "rating"], {"labels": {"label": {"column": "rating", "loss": "squared"}}}),
         (["--label", "tip"], {"labels": {"label": {"column": "tip", "nulls": "unknown"}}}),
+        (["--label", "tip > 0"], {"labels": {"label": {"expression": "tip > 0", "nulls": "unknown"}}}),
     ],
 )
 def test_the_label(tmp_path: Path, words: list[str], data: dict[str, Any]) -> None:
@@ -124,7 +125,7 @@ def test_the_label(tmp_path: Path, words: list[str], data: dict[str, Any]) -> No
     pq.write_table(pa.table(log), tmp_path / "a.parquet")
     found = inspect(tmp_path, str(tmp_path / "a.parquet"), *words)
     assert found["data"] | data == found["data"]
-    assert ("rating" in found["features"]) == (words[1:] == ["tip"])
+    assert ("rating" in found["features"]) == (words[1:] in (["tip"], ["tip > 0"]))
     drawn = {"train": "not sampled(0.1, 1)", "valid": "sampled(0.1, 1)"}
     assert found["data"]["filter"] == drawn
 
@@ -166,12 +167,15 @@ def test_folders_that_prepare_writes_are_taken_as_they_are(tmp_path: Path) -> No
 
 
 def test_files_without_a_column_and_of_other_types(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"a": pa.array([1, 2], pa.int32()), "b": ["x", "y"], "c": [1, 2]}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"a": pa.array([1, 2], pa.int32()), "b": ["x", "x"], "c": [1, 2]}), tmp_path / "1.parquet")
     pq.write_table(pa.table({"a": pa.array([2**40]), "c": ["z"]}), tmp_path / "2.parquet")
     columns = survey(LogFiles("DATA", [tmp_path]))
     assert (columns["a"].dtype, columns["a"].num_distinct, columns["a"].greatest) == (pa.int64(), 3, 2**40)
     assert (columns["b"].num_rows, columns["b"].num_nulls) == (3, 1)
     assert columns["c"].problem == "it is int64 and string, by file"
+    pq.write_table(pa.table({"a": [1, 2, 2], "the label": [0, 1, 0]}), tmp_path / "2.parquet")
+    data = inspect(tmp_path, str(tmp_path), "--label", "the label")["data"]
+    assert data["optional_columns"] == ["b", "the label"]  # not c, which is left out
 
 
 def test_a_log_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,8 @@ def test_a_config_of_any_columns_trains(seed: int, tmp_path: Path) -> None:
         n = dice.choice([300, 1500])
         columns = {name: KINDS[kind](draw, n) for name, kind in kinds.items()}
         table = pa.table({**columns, "id": draw.integers(0, 20, n), "label": draw.integers(0, 2, n)})
+        if part and dice.random() < 0.5:
+            table = table.drop_columns([dice.choice([*kinds, "label"])])
         random_files.write(tmp_path / f"logs/part={part}/a.parquet", table, [n // 2, n - n // 2], dice)
     config = tmp_path / "my.yaml"
     print(kinds, run_recsys("inspect", tmp_path / "logs", "--label", "label", "--out", config), config.read_text())
