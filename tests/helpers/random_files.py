@@ -84,15 +84,20 @@ def _columns(kind: pa.DataType, name: str) -> Iterator[tuple[str, pa.DataType]]:
         yield name, kind  # of dictionaries, pyarrow reads no other encoding than theirs and plain
 
 
-def alike(array: pa.Array, dice: random.Random) -> pa.Array:
-    """Return an array of the same values and perhaps of another type, which goes with that one in other files."""
+def alike(array: pa.Array, dice: random.Random, views: bool = True) -> pa.Array:
+    """Return an array of the same values and perhaps of another type, which goes with that one in other files.
+
+    Args:
+        views: whether that may be a view, which pyarrow does not write out of a struct that is null somewhere.
+    """
     if pa.types.is_struct(array.type):
-        fields = {field.name: alike(part, dice) for field, part in zip(array.type, array.flatten(), strict=True)}
+        fields = {field.name: alike(part, dice, False) for field, part in zip(array.type, array.flatten(), strict=True)}
         names = dice.sample([*fields], len(fields))
         return pa.StructArray.from_arrays([fields[name] for name in names], names, mask=array.is_null())
     if array.null_count == len(array) and dice.random() < 0.5:
         return pa.nulls(len(array))  # as pandas writes a column without a value
-    for kind in dice.sample(kinds := _kinds(array.type), min(4, len(kinds))):
+    kinds = [kind for kind in _kinds(array.type) if views or "view" not in str(kind)]
+    for kind in dice.sample(kinds, min(4, len(kinds))):
         try:
             changed = array.cast(kind)
             is_same = changed.cast(array.type).equals(array) and (kind != pa.float64() or _fits_float(array))
