@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from typing import Any
 
 from recsys.config.schema import (
@@ -17,6 +16,7 @@ from recsys.config.schema import (
     TableOptimizerConfig,
 )
 from recsys.config.serving import DistillConfig, PublishConfig
+from recsys.config.values import plain
 
 # By section and key: as `ModelConfig.deciding`.
 _DECIDING: dict[type, Mapping[str, tuple[str, tuple[Any, ...]]]] = {
@@ -65,15 +65,11 @@ def idle_settings(config: Config) -> list[str]:
 def _idle(path: str, section: Any, deciding: Mapping[str, tuple[str, tuple[Any, ...]]]) -> Iterator[str]:
     for field in (field for field in dataclasses.fields(section) if field.name in deciding):
         other, values = deciding[field.name]
-        own, decides = (_plain(getattr(section, key)) for key in (field.name, other))
+        own, decides = (plain(getattr(section, key)) for key in (field.name, other))
         is_read = decides in values if values else bool(decides)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if not is_read and own != _plain(default):
+        if not is_read and own != plain(default):
             yield f"{path}.{field.name}={_shown(own)} changes nothing with {path}.{other}={_shown(decides)}"
-
-
-def _plain(value: Any) -> Any:
-    return value.name if isinstance(value, Enum) else value
 
 
 def _shown(value: Any) -> str:

@@ -8,7 +8,6 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from enum import Enum
 from fnmatch import translate
 from typing import Any
 
@@ -17,7 +16,7 @@ from recsys.config.features import float_features, model_features
 from recsys.config.initial import InitConfig, Take
 from recsys.config.names import flat
 from recsys.config.schema import Config
-from recsys.config.values import as_value
+from recsys.config.values import as_value, plain
 from recsys.errors import UserError, nearest
 
 # Keys that may differ where a checkpoint is loaded.
@@ -73,7 +72,7 @@ def meaning(config: Config) -> dict[str, Any]:
     if isinstance(config.data.filter, dict):
         content["data"]["filter"] = config.data.filter.get("train")
     content["model"] = config.model.meaning(config)
-    settings = {key: _plain(value) for key, value in flat("", content)}
+    settings = dict(flat("", plain(content)))
     is_free = _pattern([*FREE, *(f"model.{key}" for key in config.model.free)])
     return {key: value for key, value in settings.items() if not is_free.match(key)} | {
         f"{_INPUTS}{layer}": names for layer, names in _inputs(config).items()
@@ -107,7 +106,7 @@ def refuse_differences(config: Config, saved: dict[str, Any], path: object, init
     """
     here = meaning(config)
     # A key of the model that the checkpoint lacks was added later, with a default that changes nothing.
-    defaults = {key: _plain(value) for key, value in flat("model", asdict(type(config.model)()))}
+    defaults = dict(flat("model", plain(asdict(type(config.model)()))))
     saved = {**{key: value for key, value in defaults.items() if key in here}, **saved}
     changed = {key: _shown_key(key, config) for key in {**here, **saved} if here.get(key) != saved.get(key)}
     free = _pattern(_free(config, saved, init))
@@ -203,12 +202,6 @@ def _inputs(config: Config) -> dict[str, list[str]]:
     inputs = config.model.layer_inputs(model_features(config), float_features(config))
     dims = {name: feature.dim for name, feature in config.features.items() if feature.dim is not None}
     return {layer: [f"{n}[{dims[n]}]" if n in dims else n for n in names] for layer, names in inputs.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value.name if isinstance(value, Enum) else value
 
 
 def _pattern(patterns: Iterable[str]) -> re.Pattern[str]:

@@ -1,7 +1,9 @@
-"""Values of `key=value`, which are YAML: texts written as such, and comments in them refused."""
+"""Values of keys: as YAML and JSON hold them, and in `key=value`, with texts in quotes and comments refused."""
 
+import dataclasses
 import json
 import re
+from enum import Enum
 from typing import Any
 
 import yaml
@@ -12,6 +14,18 @@ from omegaconf.errors import OmegaConfBaseException
 def as_value(text: object) -> str:
     """Return a text, such as a path, as the value of a `key=value`: in quotes if YAML would read something else."""
     return str(text) if _read(str(text)) == str(text) else json.dumps(str(text), ensure_ascii=False)
+
+
+def plain(value: Any) -> Any:
+    """Return dataclasses as mappings and enums as names, a hundred times as fast as through OmegaConf."""
+    if dataclasses.is_dataclass(value):
+        keys = [key.name for key in dataclasses.fields(value) if not key.metadata.get("omegaconf_ignore")]
+        return {key: plain(getattr(value, key)) for key in keys}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value.name if isinstance(value, Enum) else value
 
 
 def refuse_comment(value: str) -> None:
