@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.errors import UserError
-from recsys.ids import hash_integers
+from recsys.ids import hash_uniform
 from recsys.runtime.counter_random import make_key
 
 KEY = "config key 'data.filter'"
@@ -203,8 +203,7 @@ def _sampled(share_and_seed: tuple[float, int], origin: Origin | None) -> pa.Chu
     if origin is None:
         raise UserError(f"{KEY}: sampled(…) chooses rows of a file, and says nothing of their values")
     numbers = np.arange(origin.first, origin.first + origin.num_rows)
-    hashes = hash_integers(numbers, make_key(seed, "sampled", origin.group))
-    return pa.chunked_array([pa.array((hashes >> np.uint64(11)) * 2.0**-53 < share)])
+    return pa.chunked_array([pa.array(hash_uniform(numbers, make_key(seed, "sampled", origin.group)) < share)])
 
 
 def _check_pair(operator: str, left: str, left_dtype: pa.DataType, right: str, right_dtype: pa.DataType) -> None:

@@ -24,14 +24,13 @@ from recsys.datasets.writer import (
     PartWriter,
     check_bounds,
     check_column,
-    hash_uniform,
     is_true,
     option,
     replacing,
     rows_where,
 )
 from recsys.errors import UserError
-from recsys.ids import hash_column, is_text, raw_times
+from recsys.ids import hash_column, hash_uniform, is_text, raw_times
 from recsys.runtime.arguments import names
 
 TYPES = {name: pa.type_for_alias(name) for name in ("int8", "int32", "int64", "float32", "float64", "string")}

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from recsys.datasets.writer import SPLITS, check_bounds, hash_uniform, option, read_marker, replacing, write_parts
-from recsys.ids import hash_integers
+from recsys.datasets.writer import SPLITS, check_bounds, option, read_marker, replacing, write_parts
+from recsys.ids import hash_integers, hash_uniform
 
 VERSION = 1
 CHUNK_ROWS = 65536

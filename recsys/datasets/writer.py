@@ -1,4 +1,4 @@
-"""Shared parts of converters: writing Parquet, replacing an output folder as a whole, random numbers by key."""
+"""Shared parts of converters: writing Parquet, replacing an output folder as a whole, filters of rows."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys.data.conditions import KEY
 from recsys.data.filters import parse_filter
 from recsys.errors import UserError, in_words, nearest
-from recsys.ids import hash_integers
 from recsys.runtime.files import naming
 from recsys.runtime.folders import whole_folder
 
@@ -191,8 +189,3 @@ def is_true(rows: pa.Table | pa.RecordBatch, condition: str, flag: str) -> pa.Bo
             check_column(name, rows.schema.names)
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
         return parsed.bind(rows.schema).mask(table).combine_chunks()
-
-
-def hash_uniform(keys: np.ndarray, seed: int) -> np.ndarray:
-    """float64 in [0, 1) for integer keys, any shape: a function of (key, seed) alone, on every machine."""
-    return (hash_integers(keys, seed) >> np.uint64(11)) * 2.0**-53

@@ -10,6 +10,7 @@ from recsys.ids.hashing import (
     IdKeys,
     hash_column,
     hash_integers,
+    hash_uniform,
     is_number,
     is_text,
     numpy_view,

@@ -134,6 +134,11 @@ def hash_integers(values: np.ndarray, seed: int = 0) -> np.ndarray:
     return IdKeys(values.reshape(-1)).hashes(seed).reshape(values.shape)
 
 
+def hash_uniform(values: np.ndarray, seed: int) -> np.ndarray:
+    """Return float64 in [0, 1) for integers, of the same shape: a function of number and seed, on every machine."""
+    return (hash_integers(values, seed) >> np.uint64(11)) * 2.0**-53
+
+
 def hash_column(ids: pa.Array, seed: int = 0) -> np.ndarray:
     """Hash a column of ids without nulls, of the types that `read_keys` takes, to uint64, shape [len(ids)]."""
     keys = read_keys(ids)
