@@ -1,9 +1,12 @@
 """Profiler traces of some training steps, for chrome://tracing or Perfetto, and in words where their time went."""
 
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -11,10 +14,29 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from recsys.errors import why
 from recsys.runtime.files import replace_file, replacing
 from recsys.runtime.logs import logger
-from recsys.runtime.profile_text import profile_text
 
 _SKIPPED_STEPS = 10  # whose times are those of a start
 _WARM_UP_STEPS = 2  # of the profiler itself
+# An event is of the first part whose pattern is in its name or, where none is, in the name of what it was called in.
+# Names are those of torch, torchrec, FBGEMM and this package.
+_PARTS = {
+    "waiting for data": r"## (next_batch|load_batch)",
+    "exchange": r"c10d::|nccl:|gloo:|all2all|all_to_all|AllToAll|All2All|ReduceScatter|AllGather|all_gather|"
+    r"\bwait\(\)|Awaitable|sparse_data_dist|output_dist|record_param_comms",
+    "update": r"## tables: update|Optimizer\.step|## optimizer|embedding_backward",
+    "lookup": r"\[lookup\]|fbgemm::|split_embedding|dist_init",
+}
+_DENSE, _OF_MODEL = "dense", r"aten::|Backward\d*$|recsys::|autograd::engine|DistributedDataParallel"
+_PYTHON = "Python and the rest"
+_TRY = {
+    "waiting for data": "more data.num_threads or data.prefetch_batches, larger row groups, a nearer disk",
+    "exchange": "a larger train.global_batch_size, FP16 as precision.forward_wire and backward_wire",
+    "update": "optimizer.tables.name=rowwise_adagrad, narrower tables, fewer ids a row",
+    "lookup": "a smaller features.X.max_length, narrower tables, data_type: FP16",
+    _DENSE: "precision.autocast=bf16 where the device is fast at it, train.compile=true, narrower layers",
+    _PYTHON: "a larger train.global_batch_size, so that each step does more",
+}
+_STEP = "ProfilerStep"
 
 
 @contextmanager
@@ -53,3 +75,44 @@ def traced_steps(num_steps: int, path: Path, device: torch.device) -> Iterator[C
         profile_memory=True,
     ) as profiler:
         yield profiler.step
+
+
+def profile_text(events: Sequence[Any], where: str) -> str:
+    """Return ten lines on where the time of the profiled steps went, as the training thread spent it.
+
+    Each event's own time, without what it called, counts. With a GPU it is the time of the host, which waits for it.
+
+    Args:
+        events: `torch.profiler.profile.events()`. where: the rank, for the first line.
+    """
+    thread, num_steps = None, 0
+    seconds = dict.fromkeys([*_PARTS, _DENSE, _PYTHON], 0.0)
+    for event in events:
+        if event.name.startswith(_STEP):
+            thread, num_steps = event.thread, num_steps + 1
+    for event in events:
+        part = _part_of(event) if event.thread == thread else None
+        if part is not None:
+            seconds[part] += event.self_cpu_time_total / 1e6
+    total, num_steps, width = sum(seconds.values()) or 1.0, max(1, num_steps), max(map(len, seconds))
+    lines = [f"{where}: {num_steps} steps of {1000 * total / num_steps:.2f} ms"]
+    for name, value in seconds.items():
+        lines.append(f"{name:<{width}}  {value / total:6.1%}  {1000 * value / num_steps:9.2f} ms a step")
+    largest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:3]
+    return "\n".join([*lines, *(f"{name}: try {_TRY[name]}" for name in largest)]) + "\n"
+
+
+def _part_of(event: Any) -> str | None:
+    """Return the part that an event, or what it was called in, is of; None outside the profiled steps."""
+    part, own = None, _DENSE if re.search(_OF_MODEL, event.name) else _PYTHON
+    while event is not None:
+        if event.name.startswith(_STEP):
+            return part or own
+        part = part or _named(event.name)
+        event = event.cpu_parent
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _named(name: str) -> str | None:
+    return next((part for part, pattern in _PARTS.items() if re.search(pattern, name)), None)

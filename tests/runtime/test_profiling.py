@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from launch import must_train
 
-from recsys.runtime.profile_text import profile_text
+from recsys.runtime.profiling import profile_text
 
 
 def event(name: str, own_us: float, parent: Any = None, thread: int = 1) -> Any:
