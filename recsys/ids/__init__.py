@@ -4,7 +4,6 @@ Every mapping works on whole Arrow columns. It maps an id to the same row on eve
 """
 
 from recsys.ids.build import build_mapping, build_routes
-from recsys.ids.growth import Grown, KeptIds, grow
 from recsys.ids.hashing import (
     NANOSECONDS,
     IdKeys,
@@ -29,9 +28,12 @@ from recsys.ids.mappings import (
 from recsys.ids.routes import ROUTE_SEED, FrequencyRoute, HashRoute, Route
 from recsys.ids.statistics import IdStatistics, statistics_bytes
 from recsys.ids.vocabulary import (
+    Grown,
     IdCounter,
+    KeptIds,
     add_up,
     choose_vocabulary,
+    grow,
     is_new,
     joined,
     read_unseen_runs,
