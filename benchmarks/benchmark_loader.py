@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recsys.data.dataset import Dataset, ReadOptions
+from recsys.config import DataConfig
+from recsys.data.dataset import Dataset
 from recsys.data.loader import Loader, LoaderOptions
 from recsys.data.parquet import open_dataset
 from recsys.data.spec import (
@@ -85,7 +86,7 @@ def _ids(generator: np.random.Generator, count: int, field: int) -> np.ndarray:
 def open_files(folder: Path, checksums: bool) -> Dataset:
     """Return the benchmark's files as a dataset."""
     columns = dict.fromkeys([*IDS, *FLOATS, *LISTS], "benchmark")
-    return open_dataset("benchmark", str(folder), columns, options=ReadOptions(verify_checksums=checksums))
+    return open_dataset("benchmark", str(folder), columns, options=DataConfig(verify_checksums=checksums))
 
 
 def decode(dataset: Dataset, checksums: bool) -> Iterator[int]:

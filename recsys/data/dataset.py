@@ -8,24 +8,9 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
-from recsys.config.schema import DataConfig
+from recsys.config import DataConfig
 from recsys.data.order import RowGroups, Segment
 from recsys.data.storage import Storage, partition_keys
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """How files are read: see `DataConfig` for the meaning of each."""
-
-    verify_checksums: bool = True
-    retries: int = 3
-    max_bad_files: int = 0
-    optional_columns: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, data: DataConfig) -> "ReadOptions":
-        """Return what a config says of it."""
-        return cls(data.verify_checksums, data.retries, data.max_bad_files, tuple(data.optional_columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +26,7 @@ class Dataset:
         filter: expression that rows must match, or None.
         bad_files: left out, since their footers could not be read.
         filter_schema: of the columns that the filter names.
+        options: section `data` of the config, for how files are read alone.
         storage: the file system. layouts: of the files, see `FooterParser.layouts`.
         file_layouts, file_sizes, file_digests: int64 [files], of each of `row_groups.paths` its number in `layouts`,
             its bytes, and `Footer.digest`.
@@ -53,7 +39,7 @@ class Dataset:
     schema: pa.Schema
     columns: tuple[str, ...]
     filter: str | None
-    options: ReadOptions
+    options: DataConfig
     bad_files: tuple[str, ...]
     filter_schema: pa.Schema
     storage: Storage

@@ -13,7 +13,7 @@ from recsys.config.features import float_features, id_features
 from recsys.data.batch import MicroBatches
 from recsys.data.checks import check_known, check_types, check_weights
 from recsys.data.convert import convert_ids
-from recsys.data.dataset import Dataset, ReadOptions
+from recsys.data.dataset import Dataset
 from recsys.data.facts import Facts
 from recsys.data.footer_cache import kept_schema
 from recsys.data.loader import Loader, LoaderOptions
@@ -235,7 +235,6 @@ def _read(
     Arguments and errors as of `open_inputs`.
     """
     data = config.data
-    options = ReadOptions.of(data)
     if cache is not None and known is not None:
         copy_files(known, cache)
     train = kept_schema(known / "train.footers") if known is not None and "train" not in roles else pa.schema([])
@@ -248,12 +247,12 @@ def _read(
                 needed_columns(config, role),
                 data.max_rows,
                 row_filter(config, role),
-                options,
+                data,
                 cache=cache and cache / f"{role}.footers",
                 like=train,
             )
         train = datasets[role].schema if role == "train" else train
-    datasets |= {rows.role: _opened(config, rows, options, train) for rows in given}
+    datasets |= {rows.role: _opened(config, rows, train) for rows in given}
     datasets = {role: _crossed(dataset, crosses(config, role)) for role, dataset in datasets.items()}
     together = {**(beside.datasets if beside else {}), **datasets}
     schemas = {"data.train": train} | {dataset.key: dataset.schema for dataset in together.values()}
@@ -268,10 +267,10 @@ def _read(
     return datasets, corpus
 
 
-def _opened(config: Config, rows: Given, options: ReadOptions, like: pa.Schema) -> Dataset:
+def _opened(config: Config, rows: Given, like: pa.Schema) -> Dataset:
     needed = needed_columns(config, rows.role)
     columns = {**dict.fromkeys(rows.kept, rows.asks), **needed}
-    opened = open_dataset(rows.key, rows.paths, columns, rows.max_rows, rows.filter, options, like=like)
+    opened = open_dataset(rows.key, rows.paths, columns, rows.max_rows, rows.filter, config.data, like=like)
     return replace(opened, columns=tuple(needed))
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from recsys.config import DataConfig
 from recsys.data.conditions import BY_DATASET, KEY, Condition
-from recsys.data.dataset import Dataset, ReadOptions
+from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.fields import names
 from recsys.data.filters import parse_filter
@@ -31,7 +32,7 @@ def open_dataset(
     columns: Mapping[str, str],
     max_rows: int | None = None,
     filter: str | None = None,
-    options: ReadOptions | None = None,
+    options: DataConfig | None = None,
     cache: Path | None = None,
     like: pa.Schema | None = None,
 ) -> Dataset:
@@ -42,7 +43,8 @@ def open_dataset(
     Args:
         key: config key of `paths`, for messages. paths: directory, glob, file, URI, or a list of these: `find_files`.
         columns: needed column → config key that asks for it. max_rows: use so many of those that match, the first.
-        filter: expression that rows must match; see `parse_filter`. options: how to read.
+        filter: expression that rows must match; see `parse_filter`.
+        options: section `data` of a config, for how to read alone.
         cache: file that keeps what footers say and counts, for a resumed run to read only files that have changed.
         like: columns of the data that these go with: a partition key that is text there is so here.
 
@@ -50,7 +52,7 @@ def open_dataset(
         UserError: no file, no rows (that match), a missing column, types or a filter that do not go together.
         BadDataError: a footer or row group that cannot be read.
     """
-    options = options or ReadOptions()
+    options = options or DataConfig()
     condition = None if filter is None else parse_filter(filter)
     shown = paths if isinstance(paths, str) else ", ".join(paths)
     of_filter = dict.fromkeys(sorted(condition.columns()), f"{KEY} (for {key})") if condition else {}
@@ -97,7 +99,7 @@ def _counted(
 
 
 def _read(
-    files: Files, parser: FooterParser, condition: Condition | None, options: ReadOptions, cache: CachedFooters
+    files: Files, parser: FooterParser, condition: Condition | None, options: DataConfig, cache: CachedFooters
 ) -> tuple[Files, list[Footer], Dataset]:
     """Return the files that may have matches and can be read, their footers, and a dataset of all their rows."""
     candidates = files if condition is None else prune_by_path(files, condition, parser, cache.footers)

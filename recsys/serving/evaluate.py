@@ -14,7 +14,6 @@ import torch
 
 from recsys.config import Config
 from recsys.config.features import with_experts
-from recsys.data.dataset import ReadOptions
 from recsys.data.facts import VocabularyRequest, measure
 from recsys.data.inputs import Given, Inputs
 from recsys.data.loader import Loader
@@ -157,7 +156,7 @@ def _slices(opened: OpenRun, extras: Extras) -> _Slices:
     if not extras.cold:
         return lambda values: list(map(_name, values))
     config, column = opened.run.config, extras.by or ""
-    options, columns, filter = ReadOptions.of(config.data), {column: "--cold"}, row_filter(config, "train")
+    options, columns, filter = config.data, {column: "--cold"}, row_filter(config, "train")
     train = opened.world.from_rank_zero(
         lambda: open_dataset("data.train", config.data.train, columns, config.data.max_rows, filter, options)
     )

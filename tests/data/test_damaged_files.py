@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from parquet_files import open_columns
 
-from recsys.data.dataset import Dataset, ReadOptions
+from recsys.config import DataConfig
+from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.parquet import read_column, read_head
 from recsys.data.storage import BadDataError
@@ -110,7 +111,7 @@ def test_footers_that_cannot_be_read(tmp_path, damage, caplog):
     assert (error.path, error.row_group) == (str(file), None)
     write(tmp_path / "b.parquet")
     with caplog.at_level(logging.WARNING, "recsys"):
-        dataset = open_columns(tmp_path, options=ReadOptions(max_bad_files=1))
+        dataset = open_columns(tmp_path, options=DataConfig(max_bad_files=1))
     assert dataset.bad_files == (str(file),) and dataset.num_rows == 100
     assert [record.getMessage() for record in caplog.records if str(file) in record.getMessage()]
 
@@ -136,10 +137,10 @@ def test_more_bad_files_than_allowed(tmp_path):
         write(tmp_path / f"{i}.parquet")
     for i in (1, 3, 4):
         (tmp_path / f"{i}.parquet").write_bytes(b"")
-    message = str(refusal(lambda: open_columns(tmp_path, options=ReadOptions(max_bad_files=2)), BadDataError))
+    message = str(refusal(lambda: open_columns(tmp_path, options=DataConfig(max_bad_files=2)), BadDataError))
     assert f"'{tmp_path / '1.parquet'}' is not a readable" in message
     assert "nor are 2 more, of 6 files in all" in message and "data.max_bad_files=3" in message
-    dataset = open_columns(tmp_path, options=ReadOptions(max_bad_files=3))
+    dataset = open_columns(tmp_path, options=DataConfig(max_bad_files=3))
     assert dataset.num_files == 3 and len(dataset.bad_files) == 3
 
 

@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from parquet_files import open_columns
 
+from recsys.config import DataConfig
 from recsys.data import footers
-from recsys.data.dataset import Dataset, ReadOptions
+from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.footer_cache import changed_files
 from recsys.data.footers import FooterParser
@@ -147,9 +148,9 @@ def test_a_cache_that_cannot_be_written_ends_no_run(work, tmp_path, caplog):
 
 def test_bad_files_are_tried_again(work, tmp_path):
     (tmp_path / "b.parquet").write_bytes(b"PAR1")
-    assert work.open(options=ReadOptions(max_bad_files=1)).bad_files == (str(tmp_path / "b.parquet"),)
+    assert work.open(options=DataConfig(max_bad_files=1)).bad_files == (str(tmp_path / "b.parquet"),)
     write(tmp_path / "b.parquet", [9])
-    dataset = work.open(options=ReadOptions(max_bad_files=1))
+    dataset = work.open(options=DataConfig(max_bad_files=1))
     assert dataset.bad_files == () and work.parsed == ["b.parquet"]
 
 

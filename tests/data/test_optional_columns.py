@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recsys.config import Device, load_config
+from recsys.config import DataConfig, Device, load_config
 from recsys.data.batch import Batch
 from recsys.data.checks import absent_columns
-from recsys.data.dataset import Dataset, ReadOptions
+from recsys.data.dataset import Dataset
 from recsys.data.inputs import open_inputs
 from recsys.data.parquet import open_dataset, read_column, read_head
 from recsys.errors import UserError
@@ -78,7 +78,7 @@ def test_rows_are_those_of_files_with_nulls(valid: str, nulls: str, tmp_path: Pa
 
 
 def opened(folder: Path, column: str, *optional: str, **settings: object) -> Dataset:
-    options = ReadOptions(optional_columns=optional)
+    options = DataConfig(optional_columns=[*optional])
     return open_dataset("data.train", str(folder), {column: "config key 'features.x'"}, options=options, **settings)
 
 

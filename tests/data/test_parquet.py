@@ -14,8 +14,9 @@ from arrow_pool import arrow_pool
 from conversion import refusal
 from parquet_files import open_columns, write
 
+from recsys.config import DataConfig
 from recsys.data import decode, group_footers
-from recsys.data.dataset import Dataset, ReadOptions
+from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.parquet import open_dataset, read_column, read_head
 
@@ -216,7 +217,7 @@ def test_damaged_row_group_is_named(tmp_path):
     assert reader.read(dataset.row_groups.segment(0)).num_rows == 50
     message = refusal(lambda: reader.read(dataset.row_groups.segment(1)))
     assert f"column 'user' of row group 1 of '{file}' cannot be read (the checksum of a page is wrong)" in message
-    unchecked = open_dataset("data.train", str(file), USER, options=ReadOptions(verify_checksums=False))
+    unchecked = open_dataset("data.train", str(file), USER, options=DataConfig(verify_checksums=False))
     assert SegmentReader(unchecked).read(unchecked.row_groups.segment(1)).num_rows == 50
 
 
