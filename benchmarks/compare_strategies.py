@@ -29,7 +29,7 @@ from recsys.runtime.versions import exit_unless_installed, installed_versions  #
 exit_unless_installed()
 
 from recsys.config import Config, IdMappingType, config_text, load_config  # noqa: E402
-from recsys.runtime.drawing import draw_bars  # noqa: E402
+from recsys.report.drawing import draw_bars  # noqa: E402
 from recsys.tables.row_codes import row_bytes  # noqa: E402
 
 SMALL_TABLE = 100  # tables of fewer rows stay as they are

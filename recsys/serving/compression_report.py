@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from recsys.runtime.drawing import draw_bars
+from recsys.report.drawing import draw_bars
 from recsys.runtime.files import replace_file
 from recsys.runtime.logs import to_json
 from recsys.runtime.versions import installed_versions
