@@ -13,7 +13,17 @@ import torch
 
 from recsys.checkpoint.state import Marker
 from recsys.checkpoint.tensor_files import Entry, LocalShard, LocalTensor, read_tensors
-from recsys.checkpoint.tensors import DENSE, DENSE_OPTIMIZER, IDS, RNG, TABLE_OPTIMIZER, TABLES, Tensors, set_rank_rng
+from recsys.checkpoint.tensors import (
+    DENSE,
+    DENSE_OPTIMIZER,
+    IDS,
+    RNG,
+    TABLE_OPTIMIZER,
+    TABLES,
+    Tensors,
+    owner_of,
+    set_rank_rng,
+)
 from recsys.config import Config
 from recsys.config.initial import InitConfig, Take
 from recsys.config.meaning import changed_inputs, changed_optimizers
@@ -50,7 +60,7 @@ class Loaded:
 
     def optimized_tables(self) -> set[str]:
         """Return the tables whose optimizer's state is taken from the checkpoint."""
-        return {_owner(name) for name in self.loaded if name.startswith(TABLE_OPTIMIZER)}
+        return {_table_of(name) for name in self.loaded if name.startswith(TABLE_OPTIMIZER)}
 
     def lines(self) -> Iterator[str]:
         """Yield a line for every group of tensors with the same outcome and remark."""
@@ -193,8 +203,8 @@ class _Choice:
             )
         all_dense = all(name in self.report.loaded for name in self._wanted if name.startswith(DENSE))
         for name in names:
-            owner = name.removeprefix(DENSE_OPTIMIZER).rpartition("/")[0]
-            is_loaded = DENSE + owner in self.report.loaded or (owner.startswith("group") and all_dense)
+            owner = owner_of(name)
+            is_loaded = owner in self.report.loaded or (owner.startswith(f"{DENSE}group") and all_dense)
             if same and is_loaded and self._init.optimizers is not Take.none:
                 self.report.loaded[name] = ""
             else:
@@ -226,7 +236,7 @@ class _Choice:
                 missing = f"has {name}, which the config does not have"
                 if there is None:
                     missing = f"does not have {name}, which the config has"
-                of_skipped_table = prefix == TABLE_OPTIMIZER and TABLES + _owner(name) not in self.report.loaded
+                of_skipped_table = prefix == TABLE_OPTIMIZER and owner_of(name) not in self.report.loaded
                 if take is Take.all and not of_skipped_table:
                     raise self._differs(missing, f"{key}=matching")
                 (self.report.new if there is None else self.report.left)[name] = ""
@@ -268,10 +278,10 @@ class _Choice:
         self.report.loaded[name] = "; ".join(remarks)
 
     def _table_state(self, name: str, here: Entry, there: Entry) -> None:
-        table = TABLES + _owner(name)
+        table = owner_of(name)
         if table not in self.report.loaded:
             self.report.kept[name] = "its table is not loaded"
-        elif _owner(name) in self._other_optimizers and self._init.optimizers is not Take.all:
+        elif _table_of(name) in self._other_optimizers and self._init.optimizers is not Take.all:
             self.report.kept[name] = "of another optimizer there"
         elif len(here.size) == len(there.size) and here.size[1:] == there.size[1:]:
             differs = here.size != there.size or len(self.evicted_rows(name)) > 0
@@ -301,12 +311,10 @@ class _Choice:
 
 def _belongs(name: str, marker: Marker) -> bool:
     """Return whether a tensor is a table, a dense weight, or of one of these or of a rank."""
-    for prefix, owners in ((TABLE_OPTIMIZER, TABLES), (DENSE_OPTIMIZER, DENSE)):
-        if name.startswith(prefix):
-            return owners + name.removeprefix(prefix).rpartition("/")[0] in marker.tensors
     if match := re.match(rf"({RNG}|{IDS})(\d+)/", name):
         return int(match[2]) < marker.world_size
-    return name.startswith((TABLES, DENSE))
+    owner = owner_of(name)
+    return owner.startswith((TABLES, DENSE)) and owner in marker.tensors
 
 
 def _is_of_table(name: str) -> bool:
@@ -316,12 +324,7 @@ def _is_of_table(name: str) -> bool:
 
 def _table_of(name: str) -> str:
     """Return the table of a tensor that is one, or of its optimizer."""
-    return name.removeprefix(TABLES) if name.startswith(TABLES) else _owner(name)
-
-
-def _owner(state: str) -> str:
-    """Return the table of a tensor of its optimizer."""
-    return state.removeprefix(TABLE_OPTIMIZER).rpartition("/")[0]
+    return owner_of(name).removeprefix(TABLES)
 
 
 def _moved(local: LocalTensor, saved: Entry, spans: list[tuple[int, int, int]]) -> LocalTensor:

@@ -95,7 +95,7 @@ class Tensors:
             return {name: LocalTensor.of(entry.empty()) for name, entry in saved.items()}
         parameters, room = self.parameters(), {}
         for name, entry in saved.items():
-            own = parameters.get(_owner(name))
+            own = parameters.get(owner_of(name).removeprefix(DENSE))
             if own is not None:
                 of_rows = entry.size == tuple(self.slices[own][0].shape)
                 tensor = torch.empty(own.shape if of_rows else entry.size, dtype=entry.torch_dtype)
@@ -109,7 +109,7 @@ class Tensors:
             return {name: LocalTensor.of(value) for name, value in state.items()}
         parameters, tensors = self.parameters(), {}
         for name, value in state.items():
-            own = parameters[_owner(name)]
+            own = parameters[owner_of(name).removeprefix(DENSE)]
             whole, first = self.slices[own]
             if first == 0 or value.shape == own.shape:
                 tensors[name] = _local_rows(value.detach(), own, whole, first)
@@ -166,9 +166,12 @@ class Tensors:
                 self.statistics[name.removeprefix(IDS).partition("/")[2]].add_state(value.numpy().view(np.uint64))
 
 
-def _owner(name: str) -> str:
-    """Return the parameter of a tensor `dense_optimizer/PARAMETER/STATE`."""
-    return name.removeprefix(DENSE_OPTIMIZER).rpartition("/")[0]
+def owner_of(name: str) -> str:
+    """Return the table or weight, `tables/T` or `dense/P`, that a tensor is the optimizer's state of, else its name."""
+    for states, owners in ((TABLE_OPTIMIZER, TABLES), (DENSE_OPTIMIZER, DENSE)):
+        if name.startswith(states):
+            return owners + name.removeprefix(states).rpartition("/")[0]
+    return name
 
 
 def _local_rows(state: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, first: int) -> LocalTensor:

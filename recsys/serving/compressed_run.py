@@ -13,7 +13,7 @@ from recsys.checkpoint import FACTS, FOOTERS, facts_of, footers_of
 from recsys.checkpoint.files import write_file
 from recsys.checkpoint.state import Marker, aside_of, name_of
 from recsys.checkpoint.tensor_files import SUFFIX, LocalShard, LocalTensor, read_tensors, write_tensors
-from recsys.checkpoint.tensors import DENSE, DENSE_OPTIMIZER, TABLE_OPTIMIZER, TABLES
+from recsys.checkpoint.tensors import DENSE, TABLES, owner_of
 from recsys.config import Config, IdMappingType, config_text
 from recsys.config.meaning import meaning
 from recsys.data.facts import Facts, kept_rows_file, unseen_runs_of, vocabulary_file
@@ -69,10 +69,11 @@ def write_run(
     copy_files(footers_of(path), out / FOOTERS)
     tensors = {}
     for name, tensor in _read(path, marker):
-        table, is_weights = _table_of(name)
-        if (pruning := compression.pruned.get(table)) is not None:
-            tensor = _compacted(tensor, pruning, shared[table] if is_weights else None)
-        if (parameter := _parameter_of(name)) is not None:
+        owner = owner_of(name)
+        table, parameter = owner.removeprefix(TABLES), owner.removeprefix(DENSE)
+        if owner.startswith(TABLES) and (pruning := compression.pruned.get(table)) is not None:
+            tensor = _compacted(tensor, pruning, shared[table] if name == owner else None)
+        if owner.startswith(DENSE):
             tensor = without_neurons(parameter, tensor, trials.layers, compression.neurons)
         tensors[name] = tensor
     _write(out, config, replace(marker, facts=facts_entries(facts, out)), tensors)
@@ -92,7 +93,9 @@ def narrow_tables(out: Path, config: Config, widths: Mapping[str, int]) -> None:
     [path] = (out / "checkpoints").glob("step-*")
     marker = Marker.read(path)
     before = dict(_read(path, marker))
-    after = {name: tensor for name, tensor in before.items() if _table_of(name)[0] not in widths}
+    after = {
+        name: tensor for name, tensor in before.items() if owner_of(name) not in {TABLES + table for table in widths}
+    }
     for table, width in widths.items():
         rows, matrix = before[TABLES + table], f"{DENSE}{PROJECTIONS}.{table}.weight"
         vectors = rows.double()
@@ -162,20 +165,6 @@ def _facts(trials: Trials, compression: Compression) -> Facts:
                 kept = all_kept
             kept_rows[name] = KeptRows(pa.array(kept))
     return Facts(vocabularies, facts.floats, unseen_runs=unseen_runs, kept_rows=kept_rows)
-
-
-def _table_of(tensor: str) -> tuple[str, bool]:
-    """Return the table of a tensor of a checkpoint, empty if it has none, and whether the tensor holds its weights."""
-    if tensor.startswith(TABLE_OPTIMIZER):
-        return tensor.removeprefix(TABLE_OPTIMIZER).rpartition("/")[0], False
-    return (tensor.removeprefix(TABLES), True) if tensor.startswith(TABLES) else ("", False)
-
-
-def _parameter_of(tensor: str) -> str | None:
-    """Return the dense parameter that a tensor of a checkpoint holds, or holds the optimizer's state of, or None."""
-    if tensor.startswith(DENSE_OPTIMIZER):
-        return tensor.removeprefix(DENSE_OPTIMIZER).rpartition("/")[0]
-    return tensor.removeprefix(DENSE) if tensor.startswith(DENSE) else None
 
 
 def _compacted(tensor: torch.Tensor, pruning: Pruning, shared: torch.Tensor | None) -> torch.Tensor:
