@@ -9,7 +9,8 @@ threads, and a quarter of that of small runs.
 import gc
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,16 @@ def _limit(item: pytest.Item) -> Generator[None, object, object]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Any]:
+    """A `World` of this process alone, on the CPU."""
+    from recsys.config import Device
+    from recsys.runtime.world import open_world
+
+    with open_world(Device.cpu, num_threads=1) as opened:
+        yield opened
 
 
 pytest_runtest_setup = pytest_runtest_call = pytest.hookimpl(wrapper=True)(_limit)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ import xxhash
 from small_checkpoints import checkpoints, loaded, names, state, tensors
 
 from recsys.checkpoint import Marker, TrainState, export_table
-from recsys.config import Device
 from recsys.data.order import Position
 from recsys.data.sources import find_files
 from recsys.errors import UserError
-from recsys.runtime.world import World, open_world
+from recsys.runtime.world import World
 
 
 @pytest.mark.parametrize(
@@ -164,12 +163,6 @@ KNOWN_THEN: dict[str, tuple[Edit, str]] = {
     "states": (swapped(OF_BIAS + "exp_avg", OF_WEIGHT + "exp_avg"), NO_STATE),
     "step": (swapped(OF_BIAS + "exp_avg", OF_BIAS + "step"), NO_STATE),
 }
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with open_world(Device.cpu) as opened:
-        yield opened
 
 
 def in_five(entries: dict[str, Any]) -> None:

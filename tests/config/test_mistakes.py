@@ -1,6 +1,6 @@
 """A mistake of the user ends the run with one sentence that names the key, file or column, and what to do."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from launch import ROOT, run_train
 
-from recsys.config import Device, load_config
+from recsys.config import load_config
 from recsys.data.inputs import open_inputs
 from recsys.errors import UserError
-from recsys.runtime.world import World, open_world
+from recsys.runtime.world import World
 
 RANKER = "configs/dlrm_sample.yaml"
 TOWER = """\
@@ -232,12 +232,6 @@ def write(folder: Path, edit: Edit) -> Path:
     for i, table in enumerate(edit(pq.read_table(ROOT / "data/sample/train"))):
         pq.write_table(table, folder / f"part-{i}.parquet", row_group_size=500)
     return folder
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with open_world(Device.cpu, num_threads=1) as world:
-        yield world
 
 
 def read_all(config_path: Path | str, overrides: list[str], world: World) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recsys.config import Device, load_config
+from recsys.config import load_config
 from recsys.data.checks import constant_labels
 from recsys.data.filters import parse_filter, written
 from recsys.data.inputs import open_inputs
 from recsys.errors import UserError
-from recsys.runtime.world import World, open_world
+from recsys.runtime.world import World
 
 ROWS = 60
 CONFIG = """
@@ -45,12 +44,6 @@ def folder(tmp_path: Path) -> Path:
         pq.write_table(pa.table(COLUMNS), tmp_path / role / "a.parquet", row_group_size=20)
     (tmp_path / "c.yaml").write_text(CONFIG.format(folder=tmp_path))
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with open_world(Device.cpu) as world:
-        yield world
 
 
 def rows_of(world: World, folder: Path, *options: str) -> int:

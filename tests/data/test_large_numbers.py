@@ -1,6 +1,5 @@
 """Numbers that a network learns badly of are told by name, and features that hold what it is to find."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,17 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 from launch import ROOT
 
-from recsys.config import Device, load_config
+from recsys.config import load_config
 from recsys.data.checks import labels_as_features, large_numbers
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.data.spec import FloatColumn, Transform
-from recsys.runtime.world import World, open_world
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with open_world(Device.cpu, num_threads=1) as world:
-        yield world
+from recsys.runtime.world import World
 
 
 def scaled(world: World, folder: Path, scale: float) -> Inputs:

@@ -20,7 +20,7 @@ from launch import fork_train, records_of
 from small_checkpoints import checkpoints, names, state, tensors
 
 from recsys.checkpoint import Tensors, verify_checkpoint
-from recsys.config import Device, config_text, load_config
+from recsys.config import config_text, load_config
 from recsys.data.facts import Facts
 from recsys.data.figures import FloatFacts
 from recsys.errors import UserError, disk_problem
@@ -30,18 +30,12 @@ from recsys.report.writers import JsonLines
 from recsys.runtime.files import replace_file
 from recsys.runtime.logs import start_logging
 from recsys.runtime.profiling import traced_steps
-from recsys.runtime.world import World, open_world
+from recsys.runtime.world import World
 from recsys.serving.export_dense import write_program
 from recsys.tables.shard import save_plan
 from recsys.training.trainer import Trainer
 
 CONFIG = "configs/dlrm_sample.yaml"
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with open_world(Device.cpu) as opened:
-        yield opened
 
 
 @pytest.fixture
