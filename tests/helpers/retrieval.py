@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from launch import losses_of, must_train, run_recsys
+import torch
+from launch import evaluate, losses_of, must_train, run_recsys
 
 from recsys.serving.score import Scorer
 
@@ -60,6 +62,22 @@ def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> tuple
     must_train(str(config), f"run.dir={run_dir}", *overrides, nproc=nproc)
     metrics = json.loads((run_dir / "result.json").read_text())["metrics"]["test"]
     return metrics, losses_of(run_dir)
+
+
+class Trained(NamedTuple):
+    """A run directory, the metrics on data.test, and the loss of every step."""
+
+    run: Path
+    metrics: dict[str, float]
+    losses: list[float]
+
+
+def assert_learns_alike(config: Path, run_dir: Path, alone: Trained, *overrides: str, nproc: int) -> None:
+    """Train another run, and hold its losses, its metrics and those of an evaluation to those of one process."""
+    metrics, losses = train(config, run_dir, *overrides, nproc=nproc)
+    torch.testing.assert_close(losses, alone.losses, rtol=0, atol=1e-5)
+    torch.testing.assert_close(metrics, alone.metrics, rtol=0, atol=1e-6)
+    torch.testing.assert_close(evaluate(run_dir)["test"], alone.metrics, rtol=0, atol=1e-6)
 
 
 def assert_export_recommends_alike(run: Path, users: Path, folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from batches import batch_of
 from launch import evaluate, must_train
-from retrieval import NUM_ITEMS, NUM_USERS, train, write_retrieval
+from retrieval import NUM_ITEMS, NUM_USERS, Trained, train, write_retrieval
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.checkpoint.state import Marker
@@ -32,17 +32,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_retrieval(tmp_path_factory.mktemp("retrieval"))
 
 
-@pytest.fixture(scope="module")
-def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], list[float]]:
-    return train(config, tmp_path_factory.mktemp("one"))
-
-
 # Three ranks have 21, 21 and 22 of 64 rows, so that batches of two are filled up.
 @pytest.mark.parametrize("nproc", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5, 6, 7, 8))])
-def test_ranks_share_their_negatives(
-    nproc: int, config: Path, one_process: tuple[dict[str, float], list[float]], tmp_path: Path
-) -> None:
-    alone, losses = one_process
+def test_ranks_share_their_negatives(nproc: int, config: Path, one_process: Trained, tmp_path: Path) -> None:
+    _, alone, losses = one_process
     metrics, losses_of_ranks = train(config, tmp_path, nproc=nproc)
     assert len(losses) == 12 * -(-600 // 64)
     torch.testing.assert_close(losses_of_ranks[:20], losses[:20], rtol=0, atol=1e-5)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from batches import batch_of
 from checkpoints import load_tables
 from launch import evaluate, run_recsys
-from retrieval import train
+from retrieval import Trained, train
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -70,11 +70,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "config.yaml"
 
 
-@pytest.fixture(scope="module")
-def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], list[float]]:
-    return train(config, tmp_path_factory.mktemp("one"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "overrides"),
@@ -90,18 +85,18 @@ def test_no_split_changes_what_is_learned(
     nproc: int,
     overrides: list[str],
     config: Path,
-    one_process: tuple[dict[str, float], list[float]],
+    one_process: Trained,
     tmp_path: Path,
 ) -> None:
     metrics, losses = train(config, tmp_path, *overrides, nproc=nproc)
     assert len(losses) == 8 * -(-150 // 32)
-    torch.testing.assert_close(losses[:20], one_process[1][:20], rtol=0, atol=1e-5)
-    torch.testing.assert_close(losses, one_process[1], rtol=0, atol=1e-4)  # roundings grow from step to step
-    torch.testing.assert_close(metrics, one_process[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(losses[:20], one_process.losses[:20], rtol=0, atol=1e-5)
+    torch.testing.assert_close(losses, one_process.losses, rtol=0, atol=1e-4)  # roundings grow from step to step
+    torch.testing.assert_close(metrics, one_process.metrics, rtol=0, atol=1e-6)
 
 
-def test_it_learns_what_comes_next(one_process: tuple[dict[str, float], list[float]]) -> None:
-    metrics, losses = one_process
+def test_it_learns_what_comes_next(one_process: Trained) -> None:
+    _, metrics, losses = one_process
     assert abs(losses[0] - np.log(1 + 16 * 29 / 30)) < 0.1, "a mean over positions, of 17 items less those barred"
     assert metrics["recall@5"] > 0.3 and metrics["users"] == 150
 
@@ -128,13 +123,11 @@ def test_negatives_that_ranks_cannot_share_out_evenly_weigh_the_same(config: Pat
 
 
 @pytest.mark.slow
-def test_resumed_equals_uninterrupted(
-    config: Path, one_process: tuple[dict[str, float], list[float]], tmp_path: Path
-) -> None:
+def test_resumed_equals_uninterrupted(config: Path, one_process: Trained, tmp_path: Path) -> None:
     train(config, tmp_path, "train.max_steps=13")
-    assert train(config, tmp_path, "run.resume=true") == one_process
+    assert train(config, tmp_path, "run.resume=true") == one_process[1:]
     again = evaluate(tmp_path, nproc=2)
-    torch.testing.assert_close(again["test"], one_process[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(again["test"], one_process.metrics, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("lengths", [[3, 0, 7, 7, 1, 20, 6, 2, 2, 2], [0, 0], [1], []])

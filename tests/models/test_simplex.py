@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from batches import batch_of
-from launch import evaluate
-from retrieval import NUM_USERS, assert_export_recommends_alike, train, write_retrieval
+from retrieval import NUM_USERS, Trained, assert_export_recommends_alike, assert_learns_alike, train, write_retrieval
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys.config import load_config
@@ -55,12 +54,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "config.yaml"
 
 
-@pytest.fixture(scope="module")
-def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float], list[float]]:
-    folder = tmp_path_factory.mktemp("one")
-    return folder, *train(config, folder)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "overrides"),
@@ -72,18 +65,10 @@ def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     ids=["rows", "two", "three"],
 )
 def test_no_split_changes_what_is_learned(
-    nproc: int,
-    overrides: list[str],
-    config: Path,
-    one_process: tuple[Path, dict[str, float], list[float]],
-    tmp_path: Path,
+    nproc: int, overrides: list[str], config: Path, one_process: Trained, tmp_path: Path
 ) -> None:
-    _, alone, losses = one_process
-    metrics, losses_of_ranks = train(config, tmp_path, *overrides, nproc=nproc)
-    assert len(losses) == 12 * -(-NUM_USERS // 12)
-    torch.testing.assert_close(losses_of_ranks, losses, rtol=0, atol=1e-5)
-    torch.testing.assert_close(metrics, alone, rtol=0, atol=1e-6)
-    torch.testing.assert_close(evaluate(tmp_path)["test"], alone, rtol=0, atol=1e-6)
+    assert len(one_process.losses) == 12 * -(-NUM_USERS // 12)
+    assert_learns_alike(config, tmp_path, one_process, *overrides, nproc=nproc)
 
 
 @pytest.mark.slow
@@ -96,7 +81,7 @@ def test_pairs_learn_the_same_on_any_ranks(config: Path, tmp_path: Path) -> None
         torch.testing.assert_close(losses, alone, rtol=0, atol=1e-5)
 
 
-def test_it_learns_which_half_a_user_likes(one_process: tuple[Path, dict[str, float], list[float]]) -> None:
+def test_it_learns_which_half_a_user_likes(one_process: Trained) -> None:
     _, metrics, losses = one_process
     assert losses[-1] < losses[0] - 0.3
     assert metrics["recall@5"] > 0.25 and metrics["users"] == NUM_USERS, "5 of 15 of the half, or of 45 of all"
@@ -210,7 +195,5 @@ def test_narrow_tables_that_are_widened_to_its_dimension(config: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_export_recommends_what_the_run_does(
-    config: Path, one_process: tuple[Path, dict[str, float], list[float]], tmp_path: Path
-) -> None:
-    assert_export_recommends_alike(one_process[0], config.parent / "valid.parquet", tmp_path)
+def test_an_export_recommends_what_the_run_does(config: Path, one_process: Trained, tmp_path: Path) -> None:
+    assert_export_recommends_alike(one_process.run, config.parent / "valid.parquet", tmp_path)

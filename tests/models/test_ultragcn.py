@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from batches import batch_of
-from launch import evaluate, run_recsys
-from retrieval import NUM_USERS, assert_export_recommends_alike, train, write_retrieval
+from launch import run_recsys
+from retrieval import NUM_USERS, Trained, assert_export_recommends_alike, assert_learns_alike, write_retrieval
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys.config import load_config
@@ -63,13 +63,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "config.yaml"
 
 
-@pytest.fixture(scope="module")
-def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float], list[float]]:
-    folder = tmp_path_factory.mktemp("one")
-    return folder, *train(config, folder)
-
-
-def test_it_learns_which_half_a_user_likes(one_process: tuple[Path, dict[str, float], list[float]]) -> None:
+def test_it_learns_which_half_a_user_likes(one_process: Trained) -> None:
     _, metrics, losses = one_process
     assert losses[-1] < 0.95 * losses[0]
     assert metrics["recall@5"] > 0.25 and metrics["users"] == NUM_USERS, "5 of 15 of the half, or of 45 of all"
@@ -86,18 +80,10 @@ def test_it_learns_which_half_a_user_likes(one_process: tuple[Path, dict[str, fl
     ids=["rows", "two", "three"],
 )
 def test_no_split_changes_what_is_learned(
-    nproc: int,
-    overrides: list[str],
-    config: Path,
-    one_process: tuple[Path, dict[str, float], list[float]],
-    tmp_path: Path,
+    nproc: int, overrides: list[str], config: Path, one_process: Trained, tmp_path: Path
 ) -> None:
-    _, alone, losses = one_process
-    metrics, losses_of_ranks = train(config, tmp_path, *overrides, nproc=nproc)
-    assert len(losses) == 12 * -(-NUM_USERS // 12)
-    torch.testing.assert_close(losses_of_ranks, losses, rtol=0, atol=1e-5)
-    torch.testing.assert_close(metrics, alone, rtol=0, atol=1e-6)
-    torch.testing.assert_close(evaluate(tmp_path)["test"], alone, rtol=0, atol=1e-6)
+    assert len(one_process.losses) == 12 * -(-NUM_USERS // 12)
+    assert_learns_alike(config, tmp_path, one_process, *overrides, nproc=nproc)
 
 
 def test_the_loss_by_hand() -> None:
@@ -219,20 +205,18 @@ def test_mistakes_get_a_sentence(config: Path, overrides: list[str], message: st
 
 
 @pytest.mark.slow
-def test_an_export_recommends_what_the_run_does(
-    config: Path, one_process: tuple[Path, dict[str, float], list[float]], tmp_path: Path
-) -> None:
-    assert_export_recommends_alike(one_process[0], config.parent / "valid.parquet", tmp_path)
+def test_an_export_recommends_what_the_run_does(config: Path, one_process: Trained, tmp_path: Path) -> None:
+    assert_export_recommends_alike(one_process.run, config.parent / "valid.parquet", tmp_path)
 
 
 def test_ids_of_the_table_are_found_in_data_without_the_columns_of_training(
-    config: Path, one_process: tuple[Path, dict[str, float], list[float]], tmp_path: Path
+    config: Path, one_process: Trained, tmp_path: Path
 ) -> None:
     """And in data with them: neighbours are read in training alone."""
     users, found = pq.read_table(config.parent / "valid.parquet"), list[pa.Table]()
     pq.write_table(users.append_column("neighbours", users["targets"]), tmp_path / "more.parquet")
     for data in (config.parent / "valid.parquet", tmp_path / "more.parquet"):
-        words = ("embeddings", one_process[0], "tables.item", tmp_path / f"of-{data.name}", "--data", data)
+        words = ("embeddings", one_process.run, "tables.item", tmp_path / f"of-{data.name}", "--data", data)
         run_recsys(*words)
         found.append(pq.read_table(tmp_path / f"of-{data.name}"))
     assert set(found[0]["id"].to_pylist()) == {item for items in users["seen"].to_pylist() for item in items}
