@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported,
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files that start runs first, which take longest: of several at a time, no long one is left at the end."""
-    starters = {"fork_train", "run_recsys", "evaluate", "train"}
+    starters = {"fork_train", "run_recsys", "evaluate", "train", "train_losses"}
     items.sort(key=lambda item: starters.isdisjoint(vars(item.module)))  # type: ignore[attr-defined]
 
 

@@ -112,15 +112,21 @@ def run_recsys(
     return done.stderr.strip() if status else done.stdout
 
 
-def records_of(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
-    """Return the lines of a kind in a run's metrics.jsonl."""
+def records_of(run_dir: Path, kind: str | None = "train") -> list[dict[str, Any]]:
+    """Return the lines of a kind in a run's metrics.jsonl; None: of all kinds."""
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [record for record in records if record["kind"] == kind]
+    return [record for record in records if kind in (None, record["kind"])]
 
 
 def losses_of(run_dir: Path) -> list[float]:
     """Return the losses of training that a run logged: of each step with train.log_every_steps=1."""
     return [record["loss"] for record in records_of(run_dir)]
+
+
+def train_losses(config: Path | str, run_dir: Path, *overrides: str, nproc: int = 1) -> list[float]:
+    """Train, which must succeed, and return the losses as `losses_of`."""
+    must_train(str(config), f"run.dir={run_dir}", *overrides, nproc=nproc)
+    return losses_of(run_dir)
 
 
 def evaluate(run: Path, *overrides: str, nproc: int = 1) -> dict[str, dict[str, float]]:

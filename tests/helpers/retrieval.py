@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from launch import evaluate, losses_of, must_train, run_recsys
+from launch import evaluate, run_recsys, train_losses
 
 from recsys.serving.score import Scorer
 
@@ -59,9 +59,8 @@ def write_retrieval(folder: Path) -> Path:
 
 def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> tuple[dict[str, float], list[float]]:
     """Train; return the metrics on data.test, and the loss of every step."""
-    must_train(str(config), f"run.dir={run_dir}", *overrides, nproc=nproc)
-    metrics = json.loads((run_dir / "result.json").read_text())["metrics"]["test"]
-    return metrics, losses_of(run_dir)
+    losses = train_losses(config, run_dir, *overrides, nproc=nproc)
+    return json.loads((run_dir / "result.json").read_text())["metrics"]["test"], losses
 
 
 class Trained(NamedTuple):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import run_recsys, run_train
+from launch import losses_of, run_recsys, run_train
 
 from recsys.config import Config, ShardingChoice, load_config
 from recsys.config.choices import ComputeKernel, DataType, Saver
@@ -350,8 +350,7 @@ def test_a_run_that_fits_itself_learns_the_same(tmp_path: Path) -> None:
         run_dir = tmp_path / name
         wide = ("model.top_mlp=[1024,1024]", "train.global_batch_size=16384", "train.epochs=40")
         run_recsys("train", CONFIG, f"run.dir={run_dir}", *wide, *SHORT, *options)
-        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        losses[name] = [record["loss"] for record in records]
+        losses[name] = losses_of(run_dir)
         result = json.loads((run_dir / "result.json").read_text())
         assert bool(result["fitted"]) == (name == "fitted")
         assert ("micro_batch_size: null" in (run_dir / "config.yaml").read_text()) == (name == "plain")

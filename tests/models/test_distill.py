@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import fork_train, losses_of, must_train, run_recsys
+from launch import fork_train, run_recsys, train_losses
 
 from recsys.config import DistillConfig, LabelConfig, load_config
 from recsys.config.choices import LabelLoss
@@ -25,8 +25,7 @@ SETTINGS = ("train.log_every_steps=1", "data.window_mib=1", "data.valid=null", "
 
 def train(run_dir: Path, *overrides: str, nproc: int = 1) -> list[float]:
     """Train and return the loss of each step."""
-    must_train("configs/dlrm_sample.yaml", f"run.dir={run_dir}", *SETTINGS, *overrides, nproc=nproc)
-    return losses_of(run_dir)
+    return train_losses("configs/dlrm_sample.yaml", run_dir, *SETTINGS, *overrides, nproc=nproc)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import ROOT, losses_of, must_train, run_recsys
+from launch import ROOT, run_recsys, train_losses
 from retrieval import train_towers
 from torch import nn
 
@@ -59,8 +59,7 @@ def config(tmp_path: Path) -> Path:
 def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> list[float]:
     """Return the losses of the steps of a run."""
     settings = ("train.log_every_steps=1", "data.window_mib=1", "train.max_steps=12", "optimizer.tables.eps=1e-4")
-    must_train(str(config), f"run.dir={run_dir}", *settings, *overrides, nproc=nproc)
-    return losses_of(run_dir)
+    return train_losses(config, run_dir, *settings, *overrides, nproc=nproc)
 
 
 def test_a_hash_chooses_so_many_of_the_experts_for_each_id() -> None:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from launch import fork_train, losses_of, must_train
+from launch import fork_train, must_train, train_losses
 
 NUMBERS = ["x0", "x1", "x2"]
 RANKERS: dict[str, dict[str, Any]] = {
@@ -47,11 +47,6 @@ def write_config(folder: Path, name: str, model: dict[str, Any], floats: dict[st
     return folder / f"{name}.yaml"
 
 
-def losses(config: Path, run: Path, *overrides: str, nproc: int = 1) -> list[float]:
-    must_train(str(config), f"run.dir={run}", *overrides, nproc=nproc)
-    return losses_of(run)
-
-
 def same_losses(folder: Path, model: dict[str, Any], nproc: int = 1) -> list[float]:
     """Return the losses by numbers, which those by vectors are to the last bit."""
     of_item, price = list(model.get("item_features", [])), {"price": {"type": "float"}}
@@ -61,7 +56,7 @@ def same_losses(folder: Path, model: dict[str, Any], nproc: int = 1) -> list[flo
     for kind, floats in by_kind.items():
         sides = {"item_features": [*of_item, *(NUMBERS if kind == "numbers" else ["v"])]} if of_item else {}
         config = write_config(folder, kind, {**model, **sides}, floats)
-        found.append(losses(config, folder / kind, nproc=nproc))
+        found.append(train_losses(config, folder / kind, nproc=nproc))
     assert found[0] == found[1]
     return found[0]
 
@@ -103,7 +98,7 @@ def test_a_table_of_vectors_that_stays_teaches_what_they_teach(tmp_path: Path) -
             config["tables"]["text"] = table
             config["train"]["init"] = {"from_parquet": {"text": f"{tmp_path}/vectors.parquet"}}
         (tmp_path / f"{name}.yaml").write_text(yaml.dump(config, sort_keys=False))
-        found.append(losses(tmp_path / f"{name}.yaml", tmp_path / name))
+        found.append(train_losses(tmp_path / f"{name}.yaml", tmp_path / name))
     np.testing.assert_allclose(*found, rtol=1e-6)
 
 
@@ -111,7 +106,7 @@ def test_another_dimension_begins_a_layer_anew(tmp_path: Path) -> None:
     write_rows(tmp_path)
     vectors = {"v": {"type": "float", "dim": 3, **USUAL}}
     config = write_config(tmp_path, "vectors", {"name": "dcn", "mlp": [8]}, vectors)
-    losses(config, tmp_path / "run")
+    train_losses(config, tmp_path / "run")
     rows = pq.read_table(tmp_path / "rows.parquet")
     shorter = pa.array([None if v is None else v[:2] for v in rows["v"].to_pylist()])
     pq.write_table(rows.set_column(rows.column_names.index("v"), "v", shorter), tmp_path / "rows.parquet")

@@ -1,13 +1,13 @@
 """Down-sampling of negatives: the same rows on any number of ranks and after a stop, and unchanged mean losses."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import fork_train, losses_of, must_train
+from launch import fork_train
+from retrieval import train
 
 from recsys.config import load_config
 from recsys.data.inputs import open_inputs
@@ -85,38 +85,31 @@ def test_negatives_are_not_drawn_as_a_filter_draws_rows(filter: str, config: Pat
     assert abs(weights[kept[:, 0] == 0].sum() - num_negative) < 4 * 5 * (0.16 * num_negative) ** 0.5
 
 
-def train(config: Path, run: Path, *options: str, nproc: int = 1) -> tuple[list[float], dict[str, float]]:
-    """Return the losses of the steps, and the metrics of the test set."""
-    must_train(str(config), f"run.dir={run}", *options, nproc=nproc)
-    metrics = json.loads((run / "result.json").read_text())["metrics"]
-    return losses_of(run), metrics["test"]
-
-
 @pytest.mark.slow
 def test_any_ranks_and_a_stop_train_the_same(config: Path, tmp_path: Path) -> None:
-    alone, metrics = train(config, tmp_path / "1")
+    metrics, alone = train(config, tmp_path / "1")
     assert 14 <= len(alone) < ROWS / 120 / 3, "fewer steps than all rows would take"
     for nproc in (2, 3):
-        losses, again = train(config, tmp_path / str(nproc), nproc=nproc)
+        again, losses = train(config, tmp_path / str(nproc), nproc=nproc)
         assert losses == pytest.approx(alone, rel=1e-5)
         assert again == pytest.approx(metrics, rel=1e-5)
     train(config, tmp_path / "stopped", "train.max_steps=6")
-    losses, again = train(config, tmp_path / "stopped", "run.resume=true")
+    again, losses = train(config, tmp_path / "stopped", "run.resume=true")
     assert (losses, again) == (alone, metrics)
 
 
 def test_losses_stay_those_of_all_rows(config: Path, tmp_path: Path) -> None:
     one_step = "train.global_batch_size=6000", "train.max_steps=1"
-    (of_all,), _ = train(config, tmp_path / "a", *one_step, "data.keep_negatives=null")
-    (of_some,), _ = train(config, tmp_path / "b", *one_step)
+    _, (of_all,) = train(config, tmp_path / "a", *one_step, "data.keep_negatives=null")
+    _, (of_some,) = train(config, tmp_path / "b", *one_step)
     assert of_some == pytest.approx(of_all, rel=0.02)
 
 
 @pytest.mark.slow
 def test_what_is_predicted_stays_that_of_all_rows(config: Path, tmp_path: Path) -> None:
     rate = "optimizer.dense.learning_rate=0.003"
-    _, all_rows = train(config, tmp_path / "c", rate, "data.keep_negatives=null")
-    _, some_rows = train(config, tmp_path / "d", rate, "train.epochs=3")
+    all_rows, _ = train(config, tmp_path / "c", rate, "data.keep_negatives=null")
+    some_rows, _ = train(config, tmp_path / "d", rate, "train.epochs=3")
     # Without weights, chances would come out four times as high, and normalized entropy at 1.5.
     assert some_rows["normalized_entropy"] == pytest.approx(all_rows["normalized_entropy"], abs=0.02)
     assert some_rows["normalized_entropy"] < 1

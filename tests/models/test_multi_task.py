@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import ROOT, losses_of, must_train, run_recsys
+from launch import ROOT, run_recsys, train_losses
 
 from recsys.config import LabelConfig, load_config
 from recsys.errors import UserError
@@ -109,8 +109,7 @@ def test_esmm_wants_binary_labels(labels: str, configs: Path) -> None:
 
 def train(run: Path, config: Path, *options: str, nproc: int = 1) -> list[float]:
     shown = "train.log_every_steps=1"
-    must_train(f"{config}", CHAIN, f"run.dir={run}", "train.max_steps=10", shown, *options, nproc=nproc)
-    return losses_of(run)
+    return train_losses(config, run, CHAIN, "train.max_steps=10", shown, *options, nproc=nproc)
 
 
 PLANS = [("ple", "row_wise"), ("ple", "table_wise"), ("ple", "data_parallel"), *((x, "column_wise") for x in MODELS)]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import fork_train, losses_of, must_train
+from launch import fork_train, train_losses
 from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -22,8 +22,7 @@ def train(run_dir: Path, *overrides: str, nproc: int = 1) -> list[float]:
         "optimizer.dense.learning_rate=0.01",
         *NARROW,
     )
-    must_train("configs/dlrm_sample.yaml", f"run.dir={run_dir}", *settings, *overrides, nproc=nproc)
-    return losses_of(run_dir)
+    return train_losses("configs/dlrm_sample.yaml", run_dir, *settings, *overrides, nproc=nproc)
 
 
 def test_features_of_a_table_share_its_matrix() -> None:

@@ -17,7 +17,7 @@ from shutil import copytree
 from typing import Any
 
 import pytest
-from launch import ROOT, run_recsys
+from launch import ROOT, records_of, run_recsys
 
 from recsys.__main__ import main
 from recsys.errors import UserError
@@ -89,11 +89,9 @@ def test_the_page_of_a_run(runs: Path) -> None:
     assert page.headings == ["dlrm_sample", *sections]
     assert all(address.startswith(("#", "data:")) for address in page.addresses) and "@import" not in text
     # A tip at each point of a curve has the figure that metrics.jsonl has.
-    lines = [json.loads(line) for line in (runs / "two" / "metrics.jsonl").read_text().splitlines()]
     tips = re.findall(r"<title>([\d.]+), step ([\d,]+)</title>", text)
-    for line in lines:
-        if line["kind"] == "train":
-            assert (number(line["loss"]), number(line["step"])) in tips
+    for record in records_of(runs / "two"):
+        assert (number(record["loss"]), number(record["step"])) in tips
     result = json.loads((runs / "two" / "result.json").read_text())
     assert result["git_commit"] in text and f"{result['metrics']['valid']['auc']:.4f}" in text
     assert re.search(r"Distinct ids over step\. \w+: from [\d,]+ to", text)

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import run_recsys
+from launch import records_of, run_recsys
 from retrieval import NUM_ITEMS, train, write_retrieval
 
 from recsys.config import load_config
@@ -38,10 +38,9 @@ def test_tensorboard_has_the_curves_of_metrics_jsonl(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     options = ("train.epochs=1", "train.log_every_steps=2", "train.eval_every_steps=8", "run.track.row_norms=true")
     run_recsys("train", CONFIG, f"run.dir={tmp_path}/run", *options, nproc=2)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     expected: dict[str, list[tuple[int, np.float32]]] = {}
-    for line in lines:
+    for line in records_of(tmp_path / "run", kind=None):
         for name, value in figures(line):
             expected.setdefault(f"{line['kind']}/{name}", []).append((line["step"], np.float32(value)))
     for feature, report in result["data"]["ids"].items():  # what the end alone knows goes to the trackers alone
@@ -52,7 +51,7 @@ def test_tensorboard_has_the_curves_of_metrics_jsonl(tmp_path: Path) -> None:
     for name, points in expected.items():
         assert [(each.step, np.float32(each.value)) for each in events.Scalars(name)] == points, name
     counted = result["data"]["ids"]["item_id"]
-    so_far = [line for line in lines if line["kind"] == "ids/item_id"]
+    so_far = records_of(tmp_path / "run", "ids/item_id")
     assert so_far and all(line["step"] % 8 == 0 and 0 < line["ids"] < counted["ids"] for line in so_far)
     assert {"config/text_summary", "plan/text_summary"} <= {*events.Tags()["tensors"]}
     counts = [sum(each.histogram_value.bucket) for each in events.Histograms("row_norms/item")]

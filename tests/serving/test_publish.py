@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from kills import kill
-from launch import ROOT, run_recsys
+from launch import ROOT, records_of, run_recsys
 from retrieval import write_retrieval
 
 pytest.importorskip("onnxruntime")
@@ -327,6 +327,5 @@ def test_a_folder_is_published_to_by_one_run_at_a_time(tmp_path: Path) -> None:
 
 def test_time_of_publishing_is_no_time_of_training(published: Path) -> None:
     """The whole one saves a checkpoint, whose time is left out once: after it no step is faster than others are."""
-    lines = [json.loads(text) for text in (published.parent / "run/metrics.jsonl").read_text().splitlines()]
-    speeds = [line["samples_per_s"] for line in lines if line["kind"] == "train"]
+    speeds = [record["samples_per_s"] for record in records_of(published.parent / "run")]
     assert len(speeds) > 40 and max(speeds) < 1e6, max(speeds)

@@ -24,7 +24,7 @@ import pytest
 import yaml
 from checkpoints import load_tables
 from gpu_order import step_as_gpus
-from launch import ROOT, evaluate, fork_train, run_recsys
+from launch import ROOT, evaluate, fork_train, records_of, run_recsys
 from random_config import keys
 from random_promises import base, drawn_keys, write
 
@@ -70,8 +70,7 @@ class RandomRun:
             options = (f"train.publish.dir={self.folder}/published-{name}", *options)
         words = ("train", self.path, f"run.dir={run}", *ALWAYS, *options)
         run_recsys(*words, nproc=nproc, before=before, status=code, timeout=900)
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+        losses = {record["step"]: record["loss"] for record in records_of(run)}
         if code:
             return losses, {}
         result = json.loads((run / "result.json").read_text())

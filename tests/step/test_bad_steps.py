@@ -166,7 +166,7 @@ def test_steps_read_later_train_the_same(tmp_path: Path) -> None:
     for check in CHECKS:
         run_dir = tmp_path / str(check)
         must_train(CONFIG, f"run.dir={run_dir}", f"train.check_every_step={check}", *options, nproc=2)
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        lines = records_of(run_dir, kind=None)
         found.append([[line.get(name) for name in ("step", "loss", "auc", "gradient_norm")] for line in lines])
     assert found[0] == found[1] and len(found[0]) > 8
     one, other = (load_tables(tmp_path / f"{check}/checkpoints/step-000000023") for check in CHECKS)

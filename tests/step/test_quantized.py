@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import evaluate, fork_train, losses_of, must_train
+from launch import evaluate, fork_train, train_losses
 
 from recsys.config.choices import RowCode
 from recsys.tables.row_codes import quantize_rows
@@ -25,8 +25,7 @@ QUANTIZED = tuple(f"tables.{table}.quantize={code.name}" for table, code in CODE
 
 def train(run_dir: Path, *overrides: str, nproc: int = 1) -> list[float]:
     """Train and return the loss of each step."""
-    must_train("configs/dlrm_sample.yaml", f"run.dir={run_dir}", *SETTINGS, *overrides, nproc=nproc)
-    return losses_of(run_dir)
+    return train_losses("configs/dlrm_sample.yaml", run_dir, *SETTINGS, *overrides, nproc=nproc)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import ROOT, environment, fork_train, run_train, train_command
+from launch import ROOT, environment, fork_train, records_of, run_train, train_command
 
 from recsys.training import run
 
@@ -139,7 +139,7 @@ def test_torchrun_goes_on_from_the_newest_checkpoint(fault: str, where: tuple[st
     assert "resumed at step 6" in done.stdout
     result = json.loads((run_dir / "result.json").read_text())
     assert [epoch["seen"] for epoch in result["data"]["epochs"]] == [3000, 3000]
-    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["step"] for record in records_of(run_dir, kind=None)]
     assert steps == sorted(steps)
 
 

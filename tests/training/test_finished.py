@@ -7,7 +7,7 @@ from shutil import copytree, rmtree
 from typing import Any
 
 import pytest
-from launch import run_recsys
+from launch import records_of, run_recsys
 
 from recsys.checkpoint import Marker, Source
 from recsys.report.record import Record
@@ -40,7 +40,7 @@ def finished(of_one_epoch: Path, tmp_path: Path) -> Path:
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(run_dir, kind=None)
     places = [(record["kind"], record["step"]) for record in records]
     assert len(set(places)) == len(places)
     return [{name: value for name, value in record.items() if name != "time"} for record in records]

@@ -11,7 +11,7 @@ import kills
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import fork_train
+from launch import fork_train, records_of
 
 CONFIG = "configs/dlrm_sample.yaml"
 STEPS = 12
@@ -52,7 +52,7 @@ def assert_same(run_dir: Path, other: Path, steps: int) -> None:
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(run_dir, kind=None)
     # Ids are counted where rows are read, which is ahead of training, and again where rows are read again.
     kept = [record for record in records if not record["kind"].startswith("ids/")]
     return [{key: value for key, value in record.items() if key not in _TIMES} for record in kept]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from fbgemm_gpu.tbe.ssd.utils.partially_materialized_tensor import PartiallyMaterializedTensor
-from launch import ROOT, fork_train, run_recsys
+from launch import ROOT, fork_train, losses_of, run_recsys
 
 from recsys.config import Config, load_config
 from recsys.config.choices import ComputeKernel, DataType, DenseOptimizer, FloatType, ShardingChoice
@@ -57,9 +57,7 @@ def test_trains(name: str, tmp_path: Path) -> None:
     run_recsys("train", CONFIG, f"run.dir={tmp_path}", *SHORT, *TRAINS[name], nproc=2)
     model = [option for option in TRAINS[name] if option.startswith("model.")]
     run_recsys("train", CONFIG, f"run.dir={tmp_path}/plain", *SHORT, *model, nproc=2)
-    records = [(path / "metrics.jsonl").read_text() for path in (tmp_path, tmp_path / "plain")]
-    losses = [json.loads(text.splitlines()[0])["loss"] for text in records]
-    assert abs(losses[0] - losses[1]) < 1e-3
+    assert abs(losses_of(tmp_path)[0] - losses_of(tmp_path / "plain")[0]) < 1e-3
 
 
 @pytest.mark.slow
@@ -70,7 +68,7 @@ def test_ranks_without_tables(tmp_path: Path) -> None:
     for nproc in (6, 1):
         run_dir = tmp_path / str(nproc)
         run_recsys("train", CONFIG, f"run.dir={run_dir}", *SHORT, "train.log_every_steps=1", *options, nproc=nproc)
-        losses.append([json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()[:2]])
+        losses.append(losses_of(run_dir)[:2])
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
-from launch import ROOT, environment, fork_train, run_train, train_command
+from launch import ROOT, environment, fork_train, losses_of, records_of, run_train, train_command
 
 from recsys.step.pipeline import PlainPipeline
 
@@ -27,15 +27,6 @@ def train(
     done = launch(config, f"run.dir={run_dir}", *EACH_STEP, *overrides, nproc=nproc)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((run_dir / "result.json").read_text())
-
-
-def lines(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if record["kind"] == kind]
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [record["loss"] for record in lines(run_dir)]
 
 
 def sharded(kind: str) -> list[str]:
@@ -59,8 +50,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 
 def assert_same_run(run_dir: Path, result: dict[str, Any], other_dir: Path, other: dict[str, Any]) -> None:
-    assert len(losses(run_dir)) == 60
-    torch.testing.assert_close(losses(run_dir), losses(other_dir), rtol=0, atol=1e-4)
+    assert len(losses_of(run_dir)) == 60
+    torch.testing.assert_close(losses_of(run_dir), losses_of(other_dir), rtol=0, atol=1e-4)
     for role in ("valid", "test"):
         torch.testing.assert_close(result["metrics"][role], other["metrics"][role], rtol=0, atol=1e-4)
     assert result["rows_seen"] == other["rows_seen"] == 5 * 3000
@@ -90,7 +81,7 @@ def test_two_ranks_table_wise_train_what_one_trains(
 
 
 def test_the_loss_falls(reference: tuple[Path, dict[str, Any]]) -> None:
-    values = losses(reference[0])
+    values = losses_of(reference[0])
     assert sum(values[-12:]) < sum(values[:12])
 
 
@@ -99,9 +90,9 @@ def test_resumed_equals_uninterrupted(reference: tuple[Path, dict[str, Any]], tm
     options = ("model.dropout=0.1", "optimizer.schedule.name=constant")
     train(tmp_path, *options, "train.max_steps=20")
     resumed = train(tmp_path, *options, "run.resume=true")
-    assert losses(tmp_path) == losses(run_dir)
+    assert losses_of(tmp_path) == losses_of(run_dir)
     assert resumed["metrics"] == whole["metrics"]
-    assert [record["rows"] for record in lines(tmp_path)] == [record["rows"] for record in lines(run_dir)]
+    assert [record["rows"] for record in records_of(tmp_path)] == [record["rows"] for record in records_of(run_dir)]
 
 
 def test_trained_on_two_is_evaluated_alike_on_one(pair: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -130,7 +121,7 @@ def test_other_table_optimizers_resume(optimizer: str, tmp_path: Path) -> None:
     train(tmp_path / "whole", *options)
     train(tmp_path / "parts", *options, "train.max_steps=6", nproc=2)
     train(tmp_path / "parts", *options, "run.resume=true")
-    torch.testing.assert_close(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=0, atol=1e-4)
+    torch.testing.assert_close(losses_of(tmp_path / "parts"), losses_of(tmp_path / "whole"), rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -152,7 +143,7 @@ def test_sigterm_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     go_on = next(line for line in ending if line.startswith("go on with: ")).removeprefix("go on with: ")
     subprocess.run(go_on, shell=True, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=120)
     train(tmp_path / "whole", *schedule, nproc=2)
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "whole")
 
 
 def test_warm_start_keeps_weights_and_begins_the_data_anew(
@@ -162,7 +153,7 @@ def test_warm_start_keeps_weights_and_begins_the_data_anew(
     still = ("optimizer.dense.learning_rate=0", "optimizer.tables.learning_rate=0", "train.global_batch_size=504")
     warm = train(tmp_path, "data.train=data/sample/valid", "train.epochs=1", f"train.init_from={run_dir}", *still)
     assert warm["steps"] == 1 and warm["rows_seen"] == 500
-    assert losses(tmp_path) == pytest.approx([yesterday["metrics"]["valid"]["log_loss"]], abs=1e-5)
+    assert losses_of(tmp_path) == pytest.approx([yesterday["metrics"]["valid"]["log_loss"]], abs=1e-5)
 
 
 def test_run_directory_holds_what_the_readme_says(reference: tuple[Path, dict[str, Any]]) -> None:
@@ -177,7 +168,7 @@ def test_run_directory_holds_what_the_readme_says(reference: tuple[Path, dict[st
 def test_debug_mode_is_one_short_plain_process(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     result = train(tmp_path, "--debug", "train.max_steps=12", "model.dropout=0.1")
     assert result["steps"] == 12
-    assert losses(tmp_path) == losses(reference[0])[:12]
+    assert losses_of(tmp_path) == losses_of(reference[0])[:12]
 
 
 def tell_of_caches_and_pipelines() -> None:
@@ -200,7 +191,7 @@ def test_early_stop_tests_the_best(tmp_path: Path) -> None:
     stop = ("train.early_stop.metric=auc", "train.early_stop.patience=2", "train.eval_every_epochs=1")
     launch = partial(fork_train, before=tell_of_caches_and_pipelines)
     result = train(tmp_path, *stop, "train.epochs=40", "optimizer.dense.learning_rate=0.03", launch=launch)
-    evaluations = lines(tmp_path, "valid")
+    evaluations = records_of(tmp_path, "valid")
     best = max(evaluations, key=lambda record: record["auc"])
     assert result["best_step"] == best["step"]
     assert best["step"] % 12 == 0 and result["steps"] == best["step"] + 2 * 12 < 480
@@ -217,8 +208,8 @@ def test_evaluations_fall_on_the_ends_of_epochs(tmp_path: Path) -> None:
     options = ("train.eval_every_epochs=2", "train.epochs=5", "data.test=null")
     train(tmp_path, *options, "train.max_steps=30")
     train(tmp_path, *options, "run.resume=true", nproc=3)
-    rows = {record["step"]: record["rows"] for record in lines(tmp_path, "train")}
-    evaluated = [rows[record["step"]] for record in lines(tmp_path, "valid")]
+    rows = {record["step"]: record["rows"] for record in records_of(tmp_path, "train")}
+    evaluated = [rows[record["step"]] for record in records_of(tmp_path, "valid")]
     assert evaluated == [6000, rows[30], 12_000, 15_000] and rows[30] < 9000
     assert "an epoch has 12 steps of 256 rows, the run 30" in (tmp_path / "logs" / "rank_0.log").read_text()
 
