@@ -8,9 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from launch import evaluate, run_recsys, train_losses
-
-from recsys.serving.score import Scorer
+from launch import evaluate, train_losses
 
 NUM_USERS, NUM_ITEMS = 40, 60
 CONFIG = """
@@ -77,14 +75,6 @@ def assert_learns_alike(config: Path, run_dir: Path, alone: Trained, *overrides:
     torch.testing.assert_close(losses, alone.losses, rtol=0, atol=1e-5)
     torch.testing.assert_close(metrics, alone.metrics, rtol=0, atol=1e-6)
     torch.testing.assert_close(evaluate(run_dir)["test"], alone.metrics, rtol=0, atol=1e-6)
-
-
-def assert_export_recommends_alike(run: Path, users: Path, folder: Path) -> None:
-    """Hold the items that an export of a run recommends to those of `recsys recommend`; both go into the folder."""
-    run_recsys("export", run, folder / "export")
-    run_recsys("recommend", run, users, folder / "recommended")
-    ours = Scorer(folder / "export").recommend(pq.read_table(users))
-    assert ours["items"].to_pylist() == pq.read_table(folder / "recommended")["items"].to_pylist()
 
 
 def train_towers(folder: Path, *overrides: str) -> Path:

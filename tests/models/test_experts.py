@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from exports import assert_recommends_alike, assert_scores_alike
 from launch import ROOT, run_recsys, train_losses
 from retrieval import train_towers
 from torch import nn
@@ -24,7 +25,6 @@ from recsys.errors import UserError
 from recsys.ids import FrequencyRoute, HashMapping, HashRoute, VocabularyMapping
 from recsys.models.experts import ExpertSums
 from recsys.runtime.world import open_world
-from recsys.serving.score import Scorer
 from recsys.training.learning import learn_facts
 
 # Users by a hash, two of three; items of a row and of a list by frequency, wide, narrow, and by hash to few rows.
@@ -184,10 +184,7 @@ def test_it_is_compressed_exported_and_scored_without_torch(config: Path, tmp_pa
     report = json.loads((tmp_path / "small" / "compression.json").read_text())
     assert "prune" in str(report)
     for run in ("run", "small"):
-        run_recsys("export", tmp_path / run, tmp_path / run / "out")
-        run_recsys("predict", tmp_path / run, ROOT / "data/sample/test", tmp_path / run / "predicted")
-        scored = Scorer(tmp_path / run / "out").score(pq.read_table(ROOT / "data/sample/test"))["score"]
-        np.testing.assert_allclose(scored, pq.read_table(tmp_path / run / "predicted")["score"], atol=1e-5)
+        assert_scores_alike(tmp_path / run, tmp_path / run)
 
 
 @pytest.mark.slow
@@ -203,15 +200,7 @@ def test_experts_of_both_towers(tmp_path: Path) -> None:
         "tables.user_{2..3}={num_embeddings: 100, embedding_dim: 4, projected_dim: 8}",
     )
     run = train_towers(tmp_path, *overrides, "train.epochs=2")
-
-    run_recsys("export", run, tmp_path / "out")
-    users = tmp_path / "valid.parquet"
-    run_recsys("recommend", run, users, tmp_path / "best", "--k", 5, "--keep", "user")
-    ours = Scorer(tmp_path / "out").recommend(pq.read_table(users), k=5)
-    theirs = pq.read_table(tmp_path / "best")
-    assert ours["items"].to_pylist() == theirs["items"].to_pylist()
-    scores = (each["scores"].combine_chunks().flatten() for each in (ours, theirs))
-    np.testing.assert_allclose(*scores, atol=1e-5)
+    assert_recommends_alike(run, tmp_path / "valid.parquet", tmp_path)
 
 
 @pytest.mark.parametrize(

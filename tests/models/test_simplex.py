@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from batches import batch_of
-from retrieval import NUM_USERS, Trained, assert_export_recommends_alike, assert_learns_alike, train, write_retrieval
+from exports import assert_recommends_alike
+from retrieval import NUM_USERS, Trained, assert_learns_alike, train, write_retrieval
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys.config import load_config
@@ -196,4 +197,4 @@ def test_narrow_tables_that_are_widened_to_its_dimension(config: Path) -> None:
 
 @pytest.mark.slow
 def test_an_export_recommends_what_the_run_does(config: Path, one_process: Trained, tmp_path: Path) -> None:
-    assert_export_recommends_alike(one_process.run, config.parent / "valid.parquet", tmp_path)
+    assert_recommends_alike(one_process.run, config.parent / "valid.parquet", tmp_path)

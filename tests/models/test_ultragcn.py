@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from batches import batch_of
+from exports import assert_recommends_alike
 from launch import run_recsys
-from retrieval import NUM_USERS, Trained, assert_export_recommends_alike, assert_learns_alike, write_retrieval
+from retrieval import NUM_USERS, Trained, assert_learns_alike, write_retrieval
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys.config import load_config
@@ -206,7 +207,7 @@ def test_mistakes_get_a_sentence(config: Path, overrides: list[str], message: st
 
 @pytest.mark.slow
 def test_an_export_recommends_what_the_run_does(config: Path, one_process: Trained, tmp_path: Path) -> None:
-    assert_export_recommends_alike(one_process.run, config.parent / "valid.parquet", tmp_path)
+    assert_recommends_alike(one_process.run, config.parent / "valid.parquet", tmp_path)
 
 
 def test_ids_of_the_table_are_found_in_data_without_the_columns_of_training(

@@ -1,0 +1,31 @@
+"""Holds what an export computes without torch to what the run itself writes."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from launch import ROOT, run_recsys
+
+from recsys.serving.score import Scorer
+
+
+def assert_scores_alike(run: Path, folder: Path, atol: float = 1e-5) -> None:
+    """Compare the scores of the sample's test rows, of an export of a run and of `recsys predict`, in a folder."""
+    rows = ROOT / "data/sample/test"
+    run_recsys("export", run, folder / "export")
+    run_recsys("predict", run, rows, folder / "predicted")
+    ours = Scorer(folder / "export").score(pq.read_table(rows))["score"]
+    np.testing.assert_allclose(ours, pq.read_table(folder / "predicted")["score"], rtol=0, atol=atol)
+
+
+def assert_recommends_alike(run: Path, users: Path, folder: Path, num_tied: int = 0) -> None:
+    """Compare the best items, and their scores, of an export of a run and of `recsys recommend`, in a folder.
+
+    Args:
+        num_tied: users in front for whom all items are as good, and in any order.
+    """
+    run_recsys("export", run, folder / "export")
+    run_recsys("recommend", run, users, folder / "recommended")
+    ours, theirs = Scorer(folder / "export").recommend(pq.read_table(users)), pq.read_table(folder / "recommended")
+    assert ours["items"].to_pylist()[num_tied:] == theirs["items"].to_pylist()[num_tied:]
+    np.testing.assert_allclose(*(each["scores"].combine_chunks().flatten() for each in (ours, theirs)), atol=1e-5)
