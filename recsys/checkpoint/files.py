@@ -30,10 +30,6 @@ class HashedFile:
         self._file.write(data)
         self.num_bytes += len(data)
 
-    def flush(self) -> None:
-        """Flush what is buffered to the system."""
-        self._file.flush()
-
     def __enter__(self) -> "HashedFile":
         return self
 

@@ -124,8 +124,7 @@ def write_tensors(path: Path, tensors: Mapping[str, LocalTensor]) -> tuple[dict[
                     places.append(Place(path.name, file.num_bytes, shard.offsets, tuple(shard.tensor.shape)))
                     for content in _contents(shard.tensor):
                         file.write(content)
-            entry = Entry.of(local)
-            entries[name] = Entry(entry.size, entry.dtype, tuple(places))
+            entries[name] = replace(Entry.of(local), places=tuple(places))
     return entries, file.entry
 
 

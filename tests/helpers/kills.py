@@ -1,4 +1,4 @@
-"""Lets a process of `launch.fork_train` kill itself at a chosen point of a checkpoint, or at any moment."""
+"""Lets a process kill itself at a chosen point of a checkpoint, or at any moment."""
 
 import errno
 import os
@@ -42,7 +42,7 @@ def kill_at(point: str, ranks: tuple[int, ...], number: int) -> None:
         last = next(calls) == number
         if last and point == "shard":
             whole(self, bytes(arguments[0])[: len(arguments[0]) // 2])
-            self.flush()
+            self._file.flush()
         if last and point == "after_marker":
             whole(self, *arguments)
         if last:
