@@ -14,8 +14,10 @@ def assert_scores_alike(run: Path, folder: Path, atol: float = 1e-5) -> None:
     rows = ROOT / "data/sample/test"
     run_recsys("export", run, folder / "export")
     run_recsys("predict", run, rows, folder / "predicted")
-    ours = Scorer(folder / "export").score(pq.read_table(rows))["score"]
-    np.testing.assert_allclose(ours, pq.read_table(folder / "predicted")["score"], rtol=0, atol=atol)
+    ours, theirs = Scorer(folder / "export").score(pq.read_table(rows)), pq.read_table(folder / "predicted")
+    assert ours.column_names == [name for name in theirs.column_names if name.startswith("score")]
+    for name in ours.column_names:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=0, atol=atol)
 
 
 def assert_recommends_alike(run: Path, users: Path, folder: Path, num_tied: int = 0) -> None:

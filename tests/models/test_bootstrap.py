@@ -38,8 +38,6 @@ def test_grouped_auc_is_that_of_a_loop(seed: int) -> None:
     assert grouped_auc(groups, labels, scores, weights) == pytest.approx(
         loop(groups, labels, scores, weights), abs=1e-12
     )
-    one = np.zeros(120)
-    assert auc(labels, scores, weights) == pytest.approx(loop(one, labels, scores, weights), abs=1e-12)
 
 
 def test_grouped_auc_by_hand() -> None:

@@ -1,15 +1,14 @@
 """PLE and ESMM by hand; trained on one to three processes and under every plan; resumed; exported."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import ROOT, run_recsys, train_losses
+from exports import assert_scores_alike
+from launch import ROOT, train_losses
 
 from recsys.config import LabelConfig, load_config
 from recsys.errors import UserError
@@ -137,16 +136,8 @@ def test_resumed_and_exported(model: str, configs: Path, tmp_path: Path) -> None
     options = "train.checkpoint_every_steps=5", "run.resume=true"
     train(tmp_path / "parts", config, *options, "train.max_steps=5")
     assert train(tmp_path / "parts", config, *options)[-5:] == whole[-5:]
-    for arguments in (("export",), ("predict", "data/sample/test")):
-        name = arguments[0]
-        run_recsys(name, f"{tmp_path}/parts", *arguments[1:], f"{tmp_path}/{name}")
-    command = [f"{tmp_path}/export/score.py", "predict", f"{ROOT}/data/sample/test", f"{tmp_path}/scores.parquet"]
-    subprocess.run([sys.executable, *command], check=True, capture_output=True, timeout=120)
-    ours, theirs = pq.read_table(tmp_path / "scores.parquet"), pq.read_table(tmp_path / "predict")
-    columns = [name for name in ours.column_names if name.startswith("score")]
-    assert columns == [name for name in theirs.column_names if name.startswith("score")] and len(columns) >= 2
-    for name in columns:
-        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
+    assert_scores_alike(tmp_path / "parts", tmp_path)
     if model == "esmm":
-        click, buy, after = (theirs[name].to_numpy() for name in columns)
+        scores = pq.read_table(tmp_path / "predicted")
+        click, buy, after = (scores[f"score_{name}"].to_numpy() for name in ("click", "buy", "buy_after_click"))
         np.testing.assert_allclose(buy, click * after, rtol=1e-5)
