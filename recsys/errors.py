@@ -239,7 +239,10 @@ def end_run(error: Exception) -> NoReturn:
         said = ": ".join(filter(None, [type(error).__name__, str(error)]))
         error = UserError(f"memory has run out: {said}; free some, or make the run smaller")
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "recsys":
-        error = UserError(f"the Python package '{error.name}' is not installed; `bash scripts/setup.sh` installs all")
+        error = UserError(
+            f"the Python package '{error.name}' is not installed; `bash scripts/setup.sh` installs all (without a "
+            f"clone: the wheel's extra cpu or cuda)"
+        )
     error = system_problem(error)
     known = isinstance(error, UserError | LostPeerError | StuckError)
     text = f"{_TOLD}{error}" if known else "".join(traceback.format_exception(error)).rstrip()

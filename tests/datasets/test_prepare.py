@@ -391,7 +391,9 @@ def test_a_mistake_gets_one_sentence(command, log, tmp_path, capsys):
 
 
 def test_script_runs_from_any_folder_without_torch(tmp_path):
-    run = f"sys.argv = ['x', '--help']; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    sizes = ("--users=50", "--items=50", "--rows=200", "--valid-rows=50", "--test-rows=50")
+    words = ["x", "synthetic", "--out=o", *sizes]
+    run = f"sys.argv = {words}; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     code = f"import runpy, sys\ntry:\n  {run}\nfinally:\n  assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "examples:" in done.stdout, done.stderr
+    assert done.returncode == 0 and "train: 200 rows" in done.stdout, done.stderr
