@@ -31,7 +31,8 @@ _ECHO_WAIT_S = 1.0
 
 # Messages of gloo, NCCL and the store when the other side is gone; all other errors keep their traceback.
 _LOST_PEER = re.compile(
-    "Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out waiting|Socket closed"
+    "Connection (closed|reset) by peer|Connection was likely closed|Socket closed|Broken pipe|remote process exited|"
+    "Timed out waiting|wait timeout after|client socket has timed out|connectFullMesh failed"
 )
 
 
@@ -283,16 +284,15 @@ def _too_few_gpus(processes: int, gpus: int) -> str:
 def _init_process_group(device: torch.device, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
     """Make the default group; return the stores of this start of the ranks and of the whole launch."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    launch_store: dist.Store
-    if is_launched():
-        launch_store, rank, world_size = _rendezvous(timeout)
-    else:
-        launch_store, rank, world_size = dist.HashStore(), 0, 1
+    launch_store, rank, world_size = _rendezvous(timeout) if is_launched() else (dist.HashStore(), 0, 1)
     store = launch_store
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        store = dist.PrefixStore(_agree_on_prefix(launch_store, rank, world_size, timeout), launch_store)
-    store.compare_set(FAILURE_KEY, "", "")
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            store = dist.PrefixStore(_agree_on_prefix(launch_store, rank, world_size, timeout), launch_store)
+        store.compare_set(FAILURE_KEY, "", "")
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except RuntimeError as error:  # as where a rank has ended between the store and the connections
+        raise as_lost_peer(error) or error from None
     return store, launch_store
 
 
@@ -339,7 +339,7 @@ def as_lost_peer(error: Exception) -> LostPeerError | None:
     text = str(error)
     if isinstance(error, RuntimeError) and _LOST_PEER.search(text):
         # Without the place in gloo's or NCCL's source that stands before it, and the advice after it.
-        first = re.sub(r"^\[\S*\]\s*", "", " ".join(text.split())).split(". ")[0][:120]
+        first = re.sub(r"^(Gloo .* with )?\[\S*\]\s*", "", " ".join(text.split())).split(". ")[0][:120]
         slow = (
             "; one that reads data before training is waited for by run.stuck_after_s" if "Timed out" in first else ""
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -17,7 +18,7 @@ from torchrec.distributed.types import (
 )
 
 from recsys.config import Device
-from recsys.errors import UserError
+from recsys.errors import LostPeerError, UserError
 from recsys.runtime.world import _check_own_gpu, _choose_device, as_lost_peer, open_world
 from recsys.tables.shard import _check_machines, _place
 
@@ -138,6 +139,14 @@ def test_ranks_that_do_not_come_are_told_in_a_sentence(alone: Any) -> None:
         pass
 
 
+def test_a_rank_that_ends_before_it_is_connected_is_told_in_a_sentence(alone: Any) -> None:
+    kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    alone(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_PORT=str(kept.port))
+    said = r"^another rank ended or did not answer, .* \(wait timeout after 1000ms, keys: "
+    with pytest.raises(LostPeerError, match=said), open_world(Device.cpu, timeout_s=1):
+        pass
+
+
 @pytest.mark.parametrize(("kind", "refused"), [("row_wise", False), ("table_row_wise", True), ("grid_shard", True)])
 def test_machines_with_unequal_ranks_do_not_share_a_table(kind: str, refused: bool) -> None:
     """torchrec's ranks would each wait for a group of their own."""
@@ -155,9 +164,11 @@ def test_machines_with_unequal_ranks_do_not_share_a_table(kind: str, refused: bo
 
 def test_a_rank_that_only_works_long_is_told_with_the_key_that_others_wait_by() -> None:
     errors = ("[/w/gloo/x.cc:78] Timed out waiting 3000ms for recv operation to complete", "Connection closed by peer")
-    slow, gone = (str(as_lost_peer(RuntimeError(text))) for text in errors)
+    refused = "Gloo connectFullMesh failed with [/w/gloo/p.cc:152] timed out connecting: SO_ERROR: Connection refused"
+    slow, gone, unconnected = (str(as_lost_peer(RuntimeError(text))) for text in (*errors, refused))
     assert slow.endswith("complete); one that reads data before training is waited for by run.stuck_after_s")
     assert gone.endswith("(Connection closed by peer)")
+    assert unconnected.endswith("see its own error (timed out connecting: SO_ERROR: Connection refused)")
 
 
 def test_a_thread_that_one_rank_does_not_get_is_a_sentence_on_all() -> None:
