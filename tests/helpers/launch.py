@@ -1,6 +1,7 @@
 """Starts train.py as a user does, as one process or through torchrun; or forks it, with everything imported before."""
 
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from typing import Any
 from recsys.runtime.environment import MALLOC_SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
+_STACKS = signal.SIGUSR1  # lets a forked process write the stacks of its threads
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -76,15 +78,13 @@ def fork_train(
             ranks.append(process)
         for process in ranks:
             process.join(max(0, deadline - time.monotonic()))
-        late = [process for process in ranks if process.is_alive()]
-        for process in late:
-            process.kill()
-            process.join()
+        codes = [process.exitcode for process in ranks]
+        _end_late(ranks)
         # A rank that is late may not have begun to write.
         paths = [[Path(f"{folder}/{rank}.{kind}") for rank in range(nproc)] for kind in ("out", "err")]
         texts = ["".join(path.read_text() for path in kind if path.exists()) for kind in paths]
-    assert not late, f"{len(late)} of {nproc} ranks ran for more than {timeout} s\n{texts[1][-3000:]}"
-    codes = [process.exitcode for process in ranks]
+    told = f"statuses after {timeout} s, None of a rank that still ran: {codes}\n{texts[1][-6000:]}"
+    assert None not in codes, told
     return subprocess.CompletedProcess(arguments, next(filter(None, codes), 0), *texts)
 
 
@@ -156,6 +156,17 @@ def forking() -> Iterator[ForkServerContext]:
     os.environ.update(before)
 
 
+def _end_late(ranks: list[Any]) -> None:
+    """Kill ranks that still run, after they have written their stacks to their standard error."""
+    late = [process for process in ranks if process.is_alive()]
+    for process in late:
+        os.kill(process.pid, _STACKS)
+    for process in late:
+        process.join(1)
+        process.kill()
+        process.join()
+
+
 def _free_port() -> int:
     """Return a port that no process has now, of those that the system gives to none: a second later rank 0 takes it."""
     while True:
@@ -180,6 +191,8 @@ def _main(
     """What a forked process does: a program, as if started from the shell."""
     for stream, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{outputs}.{kind}", os.O_WRONLY | os.O_CREAT), stream)
+    faulthandler.enable()  # else a segmentation fault ends a process without a word
+    faulthandler.register(_STACKS)
     for name in _RANK_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(variables)
