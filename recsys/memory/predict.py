@@ -12,7 +12,7 @@ from recsys.config.features import evaluated_rows
 from recsys.memory.facts import DataFacts, DenseFacts, RankMemory
 from recsys.memory.libraries import library_bytes
 from recsys.memory.lookups import Lookups
-from recsys.memory.ranking import ranking_bytes
+from recsys.memory.ranking import items_bytes, ranking_peak
 from recsys.memory.tensors import Bytes
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
@@ -294,7 +294,11 @@ class _Rank:
     def _evaluation(self) -> tuple[Bytes, Bytes]:
         rows = max(self._data.eval_rows.values(), default=0)
         kinds = zip(self._data.evaluated_ids(self._eval_rows), self._dense.eval_bytes, strict=True)
-        in_steps = max((self._in_evaluation(*kind) for kind in kinds), key=lambda sizes: sum(sizes.values()))
+        moments = [self._in_evaluation(*kind) for kind in kinds]
+        if self._config.model.needs().item_id is not None:
+            ranking = ranking_peak(self._config, self._data, self._eval_rows, self._topology)
+            moments.append({"batches": moments[0]["batches"], "activations": ranking})
+        in_steps = max(moments, key=lambda sizes: sum(sizes.values()))
         loader = self._loader(in_evaluation=True)
         later = self._decoding.eval_later + self._data.eval_window_bytes + sum(in_steps.values())
         loader["loader_decoding"] += max(0, self._decoding.eval_first - later)
@@ -313,7 +317,7 @@ class _Rank:
             "lookup_ids": exchanged_ids * (_WIRE_ID_BYTES + 2 * self._data.id_bytes),
             "looked_up": looked_up if apart else 0,  # else it is what `pooled` is
             "pooled": self._lookups.pooled(rows, means),
-            "activations": eval_bytes + ranking_bytes(self._config, self._data, rows, self._topology),
+            "activations": eval_bytes + items_bytes(self._config, self._data, self._topology),
         }
 
     def _save(self) -> tuple[Bytes, Bytes]:

@@ -14,10 +14,11 @@ import yaml
 from recsys.config import load_config
 from recsys.data.inputs import open_inputs
 from recsys.memory import DataFacts
-from recsys.memory.autofit import Fitter
+from recsys.memory.autofit import Fitter, planned_shards
 from recsys.memory.data_facts import data_facts
 from recsys.memory.levers import Change, with_changes
-from recsys.memory.ranking import ranking_bytes
+from recsys.memory.ranking import items_bytes, ranking_bytes, ranking_peak
+from recsys.memory.trace import predict_run
 from recsys.models.items import ItemVectors
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.machine import topology_of
@@ -65,6 +66,21 @@ def test_rows_that_fill_a_batch_have_no_lists(num_ranks: int, tmp_path: Path) ->
     more = replace(facts, listed_items=301)
     of_item = (ranking_of(more, 1000, *ranks, config=config) - found[1]) / 1000
     assert of_item >= 16 * (1 + (num_ranks if num_ranks > 1 else 0)) + 16
+
+
+@pytest.mark.parametrize(("listed", "is_ranking"), [(0.0, False), (2000.0, True)])
+def test_items_are_ranked_after_the_forward_pass(listed: float, is_ranking: bool, tmp_path: Path) -> None:
+    """What computed the vectors of users is gone by then: the larger of the two makes the peak."""
+    config = load_config(write_towers(tmp_path), ["model.user_mlp=[1024]", "train.eval_batch_size=2000"])
+    topology = topology_of(config)
+    with rehearse_world(1, 1, torch.device("cpu")) as world:
+        facts = data_facts(config, open_inputs(config, world), 1)
+        facts = replace(facts, eval_rows={"valid": 2000, "items": 5000}, listed_items=listed)
+        prediction = predict_run(config, facts, topology, planned_shards(config, topology))
+    forward = max(prediction.dense.eval_bytes) + items_bytes(config, facts, topology)
+    ranking = ranking_peak(config, facts, 2000, topology)
+    assert (ranking > forward) == is_ranking and forward > 2000 * 1024 * 4
+    assert prediction.ranks[0].phases["evaluation"]["host"]["activations"] == max(forward, ranking)
 
 
 def test_vectors_of_items_are_held_once() -> None:
