@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher import earlier, write
 
-from recsys.runtime.logs import git_commit
+from recsys.runtime.versions import git_commit
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,7 +14,7 @@ from benchmark_peaks import MIB, ROOT, is_near, train
 from launcher import earlier, write
 
 from recsys.config import load_config
-from recsys.runtime.logs import git_commit
+from recsys.runtime.versions import git_commit
 
 
 def compare(config: str, steps: int, overrides: list[str], folder: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ import pyarrow.dataset as ds  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from recsys.config import Config, load_config  # noqa: E402
-from recsys.runtime.logs import git_commit  # noqa: E402
+from recsys.runtime.versions import git_commit  # noqa: E402
 
 ROWS, STEPS, K = 10_000, 40, 20
 NO_EVALUATION = ("data.valid=null", "data.test=null", "train.early_stop.metric=null", "train.eval_every_epochs=null",

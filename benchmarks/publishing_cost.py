@@ -31,8 +31,7 @@ from launcher import write  # noqa: E402
 import recsys.tables.touched as touched  # noqa: E402
 import recsys.training.run as training  # noqa: E402
 from recsys.config import load_config  # noqa: E402
-from recsys.runtime.logs import git_commit  # noqa: E402
-from recsys.runtime.versions import installed_versions  # noqa: E402
+from recsys.runtime.versions import git_commit, installed_versions  # noqa: E402
 from recsys.serving.publish import Publisher  # noqa: E402
 
 

@@ -3,13 +3,11 @@
 import json
 import logging
 import math
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from io import FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -201,14 +199,3 @@ def show_metrics(metrics: dict[str, float]) -> str:
     aside = ("rows", "users", "calibration")
     shown = {name: value for name, value in metrics.items() if name.rpartition(".")[2] not in aside}
     return "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
-
-
-@cache
-def git_commit() -> str | None:
-    """Return the commit of the source tree, with `+` if it has changes, or None outside a repository."""
-    here = Path(__file__).resolve().parent
-    try:
-        run = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
-        return subprocess.run(run, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -1,8 +1,10 @@
-"""Version checks of the installed packages, before the heavy imports, which crash if they do not go together."""
+"""Versions of this program and of the packages, which are checked before the heavy imports: some sets crash there."""
 
 import platform
 import re
+import subprocess
 import sys
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +40,17 @@ def own_version() -> str:
     project = Path(__file__).parents[2] / "pyproject.toml"
     version = re.search(r'^version = "(.+)"$', project.read_text(), re.MULTILINE) if project.exists() else None
     return version[1] if version else _version("recsys") or "of unknown version"
+
+
+@cache
+def git_commit() -> str | None:
+    """Return the commit of the source tree, with `+` if it has changes, or None outside a repository."""
+    here = Path(__file__).resolve().parent
+    try:
+        run = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
+        return subprocess.run(run, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def check_versions() -> None:

@@ -26,8 +26,8 @@ from recsys.models.bootstrap import Bootstrap
 from recsys.models.label_metrics import LabelEvaluator
 from recsys.models.metrics import Evaluator, RetrievalEvaluator, is_higher_better
 from recsys.runtime.files import cannot_write, replace_file, unused_folder
-from recsys.runtime.logs import git_commit, logger, quiet_libraries, show_metrics, start_logging, to_json
-from recsys.runtime.versions import installed_versions
+from recsys.runtime.logs import logger, quiet_libraries, show_metrics, start_logging, to_json
+from recsys.runtime.versions import git_commit, installed_versions
 from recsys.runtime.world import World, open_world
 from recsys.serving.finished import Finished, OpenRun
 from recsys.serving.predict import NUMBER, KeptRows

@@ -15,9 +15,9 @@ from recsys.memory.data_facts import data_facts
 from recsys.memory.report import SCHEMA_VERSION, rank_report, tensor_lines, write_page, write_rank
 from recsys.memory.trace import Prediction, layer_page, misfits, predict_run
 from recsys.runtime.live import Task
-from recsys.runtime.logs import git_commit, logger
+from recsys.runtime.logs import logger
 from recsys.runtime.machine import topology_of
-from recsys.runtime.versions import installed_versions
+from recsys.runtime.versions import git_commit, installed_versions
 from recsys.training.build import Built
 from recsys.training.trainer import Trainer
 

@@ -24,8 +24,8 @@ from recsys.report.page import PAGE
 from recsys.report.record import Record
 from recsys.report.text import size
 from recsys.runtime.launch import is_called, launch_identity
-from recsys.runtime.logs import git_commit, show_metrics
-from recsys.runtime.versions import installed_versions
+from recsys.runtime.logs import show_metrics
+from recsys.runtime.versions import git_commit, installed_versions
 from recsys.runtime.world import World
 from recsys.training.trainer import Trainer, num_steps
 
