@@ -59,7 +59,7 @@ class SyntheticOptions:
 def write_synthetic(out: Path, options: SyntheticOptions, overwrite: bool = False) -> bool:
     """Write ``out/{train,valid,test}/part-*.parquet`` and ``out/teacher.json``; False if they are there.
 
-    data/README.md lists the columns of both shapes. Raises UserError for an option out of range, and for
+    data/README.md lists the columns of each shape. Raises UserError for an option out of range, and for
     a folder that holds something else.
     """
     check_bounds(options)

@@ -39,7 +39,7 @@ def measure_operators(world: World) -> dict[str, Any]:
 
 
 def _seconds(action: Callable[[torch.Tensor], Any], given: torch.Tensor, world: World) -> float:
-    """Return the median seconds of an action on tensors like `tensor`, while all ranks do the same.
+    """Return the median seconds of an action on tensors like `given`, while all ranks do the same.
 
     In a step, most of an operator's inputs are no longer in a core's own cache. Nor are these tensors, used in turn.
     """

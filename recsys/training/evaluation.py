@@ -156,7 +156,7 @@ def outputs_of(
     """Yield the outputs of a model in eval mode for the batches of a loader; collective.
 
     Raises:
-        EvaluationStopped: as `evaluate_dataset`.
+        EvaluationStopped: as `evaluator_of`.
     """
     world = inputs.world
     if pipeline is None:  # it requires an optimizer, which eval mode does not use
