@@ -128,7 +128,7 @@ def test_output_that_nobody_reads_any_more_is_no_error(program: str, status: int
     assert (done.returncode, done.stderr) == (status, "")
 
 
-def test_a_pipe_of_another_kind_that_breaks_is_told(tmp_path: Path) -> None:
+def test_a_pipe_of_another_kind_that_breaks_is_told() -> None:
     command = [sys.executable, "-c", f"{_TOLD}raise BrokenPipeError(32, 'of a process')"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and done.stderr.endswith("BrokenPipeError: [Errno 32] of a process\n")

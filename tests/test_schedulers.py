@@ -105,7 +105,7 @@ def load_component(specs: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_torchx_command(nodes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_torchx_command(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for torchx.specs, so that it needs no TorchX; macros and the shell are filled in."""
     specs = types.ModuleType("torchx.specs")
     specs.macros = types.SimpleNamespace(app_id="${app_id}", rank0_env="${rank0_env}")  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ def build(folder: Path, text: str, world: World, *options: str) -> tuple[Built, 
 def saved(world: World, tmp_path: Path) -> Checkpoints:
     """A checkpoint of YESTERDAY, every tensor of the tables and dense weights full of numbers of its own."""
     built, _ = build(tmp_path, YESTERDAY, world)
-    for value in (*built.tensors.to_load().values(),):
+    for value in built.tensors.to_load().values():
         value.shards[0].tensor.copy_(torch.randn(value.size))
     for parameter in built.dense_model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -118,7 +118,7 @@ def test_each_difference_asks_for_its_option(saved: Checkpoints, world: World, t
     assert torch.equal(here["tables/category"], before["tables/category"])
     assert report.loaded["tables/user"] == "rows 0 to 99, of 100 there, 150 here"
     assert report.loaded["tables/item"] == "rows 0 to 59, of 100 there, 60 here; float16 to float32"
-    assert {name for name in report.new} == {"tables/category", "table_optimizer/category/momentum1"}
+    assert set(report.new) == {"tables/category", "table_optimizer/category/momentum1"}
     assert "tables/device" in report.left and "table_optimizer/device/momentum1" in report.left
     assert len(report.kept) == 1 and "of shape" in next(iter(report.kept.values()))  # top MLP: another width
     assert set(report.loaded) | set(report.kept) | set(report.left) >= set(there) - {

@@ -52,7 +52,7 @@ def test_the_command_line_wins_over_debug_and_debug_over_the_file() -> None:
     assert load_config(path).train.log_every_steps == 10 and load_config(path).data.num_threads is None
 
 
-def test_values_are_yaml(tmp_path: Path) -> None:
+def test_values_are_yaml() -> None:
     path = ROOT / "configs" / "dlrm_sample.yaml"
     overrides = ["data.valid=null", "data.test=", "model.top_mlp=[8, 4]", "optimizer.dense.learning_rate=1e-2"]
     config = load_config(path, [*overrides, "tables.item.sharding_type=row_wise"])

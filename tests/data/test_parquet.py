@@ -248,7 +248,7 @@ def test_read_head_of_a_damaged_file(tmp_path):
     assert f"'{file}' is not what it was" in refusal(lambda: read_head(dataset, 1))
 
 
-def test_read_head_stops_early(tmp_path, monkeypatch):
+def test_read_head_stops_early(tmp_path):
     write(tmp_path / "a.parquet", {"user": list(range(1000)), "name": [str(i % 7) for i in range(1000)]})
     dataset = open_columns(tmp_path, "user", "name", filter="name == '3'")
     assert read_head(dataset, 3).to_pydict() == {"user": [3, 10, 17], "name": ["3", "3", "3"]}

@@ -231,7 +231,7 @@ def test_criteo_shape(tmp_path):
     assert 0.7 < json.loads((tmp_path / "a" / "teacher.json").read_text())["test"]["auc"] < 0.9
 
 
-def test_sample_is_what_its_command_makes(tmp_path, capsys):
+def test_sample_is_what_its_command_makes(tmp_path):
     command = "synthetic --rows 3000 --valid-rows 500 --test-rows 500 --users 200 --items 100 --files 2"
     cli(*command.split(), "--row-group-rows", 500, "--seed", 1, "--out", tmp_path / "sample")
     for split in ("train", "valid", "test"):

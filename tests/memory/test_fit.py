@@ -272,7 +272,7 @@ def test_advice_covers_what_a_rank_was_seen_to_take() -> None:
 
 
 @pytest.mark.slow
-def test_a_dry_run_fits_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_fits_too() -> None:
     found = rehearse_run(load_config(CONFIG, [*WIDE, "memory.budget=900MiB"]))
     assert found.misfits and "- memory.fit=true looks for settings that fit\n" in format_dry_run(found)
     found = rehearse_run(load_config(CONFIG, [*WIDE, "memory.budget=900MiB", "memory.fit=true"]))

@@ -130,7 +130,7 @@ def test_a_killed_run_is_known_at_once_on_its_own_machine(runs: Path) -> None:
     (runs / "killed" / ".lock").unlink()
 
 
-def test_names_are_no_html(runs: Path, tmp_path: Path) -> None:
+def test_names_are_no_html(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text('run: {name: "</style><script>x\'"}\n')
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_0.log").write_text("2026-01-01 00:00:00,000 WARNING recsys: <b>bold\n  and more\n")

@@ -321,7 +321,7 @@ def test_what_arrow_takes_no_values_of_is_told_with_its_column() -> None:
             pass
 
 
-def test_dictionaries_that_hold_a_null_are_written_as_what_they_stand_for(tmp_path: Path) -> None:
+def test_dictionaries_that_hold_a_null_are_written_as_what_they_stand_for() -> None:
     entries, of_two = pa.array(["a", None, "b"]), pa.array([0, 2, 2, 3, 4])
     texts = pa.DictionaryArray.from_arrays(pa.array([0, 1, 2, None]), entries)
     structs = pa.StructArray.from_arrays([texts], ["x"])

@@ -95,7 +95,7 @@ def test_vectors_may_be_lists_of_any_kind(kind: pa.DataType | None, tmp_path: Pa
 
 
 @pytest.mark.parametrize("there", ["the vectors", "other vectors", "a log", "a text", "nothing", "codes"])
-def test_only_codes_are_overwritten(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_codes_are_overwritten(there: str, tmp_path: Path) -> None:
     """A glob that the shell has expanded names a second file of vectors where the output is expected."""
     source = tmp_path / "a.parquet"
     pq.write_table(pa.table({"item_id": np.arange(9), "vector": list(planted(9)[0])}), source)

@@ -183,7 +183,7 @@ def test_steps_read_later_train_the_same(tmp_path: Path) -> None:
         ("train.publish={dir: x, every_steps: 5}", "train.publish.dir"),
     ],
 )
-def test_what_would_change_with_a_bad_step_is_refused(option: str, named: str, tmp_path: Path) -> None:
+def test_what_would_change_with_a_bad_step_is_refused(option: str, named: str) -> None:
     with pytest.raises(UserError, match=f"'train.check_every_step' must be true with {named}"):
         load_config(CONFIG, ["train.check_every_step=false", option])
 

@@ -206,7 +206,7 @@ def test_saved_in_one_form_loaded_in_another(form: str, nproc: int, other: str, 
     assert_same(gone_on((form, nproc), other, other_nproc), gone_on(("none", nproc), "none", other_nproc))
 
 
-def test_each_rank_writes_and_reads_its_rows(tmp_path: Path) -> None:
+def test_each_rank_writes_and_reads_its_rows() -> None:
     run_dir = saved("optimizer", 3)
     (checkpoint,) = (run_dir / "checkpoints").glob("step-*")
     entries = Marker.read(checkpoint).tensors

@@ -320,7 +320,7 @@ def test_weights_of_single_ids(attention: str, folder: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_vectors_of_single_ids_from_all_tables(folder: Path, tmp_path: Path) -> None:
+def test_vectors_of_single_ids_from_all_tables(tmp_path: Path) -> None:
     """No table is left that gives sums; the one there is is FP16."""
     config = tmp_path / "attention.yaml"
     config.write_text(
