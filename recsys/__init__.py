@@ -31,4 +31,5 @@ def __getattr__(name: str) -> Any:
     if name not in _API:
         raise AttributeError(f"module 'recsys' has no attribute '{name}'")
     import_module("recsys.runtime.environment").prepare_environment()
+    import_module("recsys.runtime.versions").check_versions()  # libraries that do not go together crash as they load
     return getattr(import_module("recsys.serving.api"), name)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from launch import ROOT
 
+import recsys
 from recsys import errors
 from recsys.errors import UserError
 from recsys.runtime import versions
@@ -153,6 +154,12 @@ def test_refuses_in_one_sentence(pretend, installed, said):
     for part in [*said, "`bash scripts/setup.sh`"]:
         assert part in message
     assert "\n" not in message and ". " not in message
+
+
+def test_the_python_api_checks_before_it_imports(pretend):
+    pretend(without(CPU, "torchrec"))
+    with pytest.raises(UserError, match="torchrec is not installed"):
+        recsys.open_run  # noqa: B018
 
 
 def test_what_fbgemm_says_of_its_own_version_is_not_shown(caplog, monkeypatch):
