@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,8 @@ class Explained:
     def _advice(self, seen_bytes: int) -> Advice:
         config = self._config if self.inputs is None else self.inputs.config
         topology = topology_of(config, self._world)
+        if not topology.on_gpu:  # what this process has shown, in place of what one takes elsewhere
+            topology = replace(topology, start_bytes=self._timeline.baseline_bytes)
         data = data_facts(config, self.inputs, topology.world_size)
         return advise(config, data, topology, seen_bytes, self.inputs)
 

@@ -65,6 +65,7 @@ class _Rank:
         data = data.of_large_batches()
         self._config, self._data, self._dense, self._topology = config, data, dense, topology
         self._shards, self._rank, self._decoding = shards, rank, data.decoding[rank]
+        self._process = topology.start_bytes or HOST_PROCESS_BYTES[topology.device.type]
         sharding_types = {shard.table: shard.sharding_type for shard in shards}
         self._looks_up_alone = topology.on_gpu and is_local(config, sharding_types, topology.world_size, on_gpu=True)
         self._batches_in_pipeline = _BATCHES_ALONE if self._looks_up_alone else _BATCHES_IN_PIPELINE
@@ -108,7 +109,7 @@ class _Rank:
             return {}
         host = counting | {
             "libraries": self._libraries("init"),
-            "process": HOST_PROCESS_BYTES[self._topology.device.type],
+            "process": self._process,
         }
         return {"vocabularies": {"device": {}, "host": _present(host)}}
 
@@ -149,7 +150,7 @@ class _Rank:
         else:
             host = {kind: device.get(kind, 0) + host.get(kind, 0) for kind in {**device, **host}}
             device = {}
-        host["process"] = HOST_PROCESS_BYTES[self._topology.device.type]
+        host["process"] = self._process
         return {"device": _present(device), "host": _present(host)}
 
     def _trained(self) -> Bytes:

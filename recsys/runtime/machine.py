@@ -35,6 +35,7 @@ class Topology:
         blas_bytes: what matrix products keep of a rank's memory, where it computes.
         sources: where the two sizes come from, by `device_bytes` and `host_bytes`.
         process_bytes: of CPU: what a process may take, where memory.budget says so; None: what its machine has.
+        start_bytes: of CPU: what a process takes before it holds tables or batches; None: not measured.
     """
 
     world_size: int
@@ -46,6 +47,7 @@ class Topology:
     blas_bytes: int
     sources: dict[str, str]
     process_bytes: int | None = None
+    start_bytes: int | None = None
 
     @property
     def num_machines(self) -> int:

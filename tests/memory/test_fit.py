@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from launch import losses_of, run_recsys, run_train
 
 from recsys.config import Config, ShardingChoice, load_config
@@ -14,8 +15,8 @@ from recsys.config.choices import ComputeKernel, DataType, Saver
 from recsys.config.device import check_device
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
-from recsys.memory import DataFacts, Decoding, autofit
-from recsys.memory.advice import advise
+from recsys.memory import BudgetExceeded, DataFacts, Decoding, Timeline, autofit
+from recsys.memory.advice import Explained, advise
 from recsys.memory.autofit import Fitter
 from recsys.memory.dry_run import _fit, as_json, format_dry_run, rehearse_run
 from recsys.memory.levers import LEVERS, Change, _row_wise_state, with_changes
@@ -230,6 +231,18 @@ def test_a_budget_below_what_a_process_takes_is_told_so() -> None:
     assert "nor are more ranks: a process takes" in advice.lines()[-1]
     larger = replace(advice, process=(takes, takes))
     assert "more ranks, or smaller tables" in larger.lines()[-1]
+
+
+def test_advice_goes_by_what_this_process_took_at_its_start() -> None:
+    """Not by what one takes elsewhere, in which an interpreter and libraries may be larger or smaller."""
+    config = load_config("configs/dlrm_sample.yaml", ["memory.budget=900MiB"])
+    with rehearse_world(1, 1, torch.device("cpu")) as world:
+        timeline = Timeline(world.device)
+        timeline.baseline_bytes = 1 << 30
+        told = pytest.raises(UserError, match=r"a process takes 1,0[5-9]\d MiB before it holds")
+        with told, Explained(config, world, timeline):
+            raise BudgetExceeded("this process has taken 1,100 MiB")
+        timeline.close()
 
 
 @pytest.mark.parametrize("machine", [(), ("topology.device=cuda", "topology.device_memory=1GiB")])
