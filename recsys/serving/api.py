@@ -92,7 +92,9 @@ def _config_file(config: Any, folder: Path) -> Path:
     if isinstance(config, str | Path):
         return Path(config)
     if not isinstance(config, Mapping):
-        raise UserError(f"the config is a {type(config).__name__}, and may be the path of a YAML file or a mapping")
+        raise UserError(
+            f"the config is of type {type(config).__name__}, and may be the path of a YAML file or a mapping"
+        )
     content = OmegaConf.to_container(config) if isinstance(config, DictConfig) else _plain_values(config)
     if isinstance(content, dict) and isinstance(content.get("base"), str):
         content["base"] = str(Path(content["base"]).absolute())
@@ -255,8 +257,8 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
             table = as_table(dict(data) if isinstance(data, Mapping) else data)
         except ExportError as error:
             raise UserError(
-                f"DATA is a {type(data).__name__}, and may be paths, an Arrow table, a data frame or a mapping of "
-                f"columns of one length{_reason(data, error.__cause__)}"
+                f"DATA is of type {type(data).__name__}, and may be paths, an Arrow table, a data frame or a mapping "
+                f"of columns of one length{_reason(data, error.__cause__)}"
             ) from error
         with tempfile.TemporaryDirectory() as folder:
             try:

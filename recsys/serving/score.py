@@ -322,12 +322,12 @@ def as_table(rows: Any) -> pa.Table:
         return pa.table(rows)
     except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
         allowed = "an Arrow table or batch, a dict of columns or a data frame, numbers from 2**63 on as uint64"
-        raise ExportError(f"rows are a {type(rows).__name__}, and may be {allowed}: {error}") from error
+        raise ExportError(f"rows are of type {type(rows).__name__}, and may be {allowed}: {error}") from error
 
 
 def _values(name: str, values: Any) -> Any:
     if isinstance(values, str | bytes | dict):  # Arrow would take each letter or key for a row
-        raise TypeError(f"column {name!r} is a {type(values).__name__}, and must be a list of values")
+        raise TypeError(f"column {name!r} is of type {type(values).__name__}, and must be a list of values")
     try:
         return values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values)
     except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:

@@ -51,7 +51,7 @@ def test_a_ranker(tmp_path: Path) -> None:
     assert torch.get_float32_matmul_precision() == "highest"
     np.testing.assert_allclose(again["score"], table["score"].slice(3, 5), rtol=0, atol=1e-6)
     assert run.embeddings("hour").num_rows == 24
-    for wrong, said in ((7, "DATA is a int"), (rows.drop_columns("price"), "has no column 'price'")):
+    for wrong, said in ((7, "DATA is of type int"), (rows.drop_columns("price"), "has no column 'price'")):
         with pytest.raises(UserError, match=said):
             run.predict(wrong)
     with pytest.raises(UserError, match="has no vectors of items"):
@@ -108,7 +108,7 @@ def test_two_towers(tmp_path: Path) -> None:
 def test_mistakes_of_arguments_are_told_before_anything_starts() -> None:
     train: Any = recsys.train
     for config, number, said in (
-        (None, 1, "the config is a NoneType, and may be the path"),
+        (None, 1, "the config is of type NoneType, and may be the path"),
         ({"train": {"max_steps": object()}}, 1, r"config key 'train\.max_steps': .*; values are texts"),
         ("my.yaml", 0, "num_processes is 0, and must be a whole number above 0"),
         ("my.yaml", 1.5, r"num_processes is 1\.5"),
@@ -277,10 +277,10 @@ def test_names_to_keep_are_a_list() -> None:
     with pytest.raises(UserError, match=r"a mapping of columns of one length \(Column 1 .* length 2"), unequal:
         pass
     for letters in ("ab", b"ab", {"a": 1, "b": 2}):
-        said = rf"\(?column 'b' is a {type(letters).__name__}, and must be a list of values"
+        said = rf"\(?column 'b' is of type {type(letters).__name__}, and must be a list of values"
         with pytest.raises(UserError, match=rf"of one length {said}"), api._as_files({"a": ["x", "y"], "b": letters}):
             pass
-        with pytest.raises(ExportError, match=rf"rows are a dict, .*: {said}"):
+        with pytest.raises(ExportError, match=rf"rows are of type dict, .*: {said}"):
             as_table({"a": ["x", "y"], "b": letters})
     for large in ([2**63], [1, None, 2**64 - 1], [[2**63]]):
         with (
@@ -288,7 +288,7 @@ def test_names_to_keep_are_a_list() -> None:
             api._as_files({"a": large}),
         ):
             pass
-        with pytest.raises(ExportError, match=r"rows are a dict, .* numbers from 2.*63 on as uint64"):
+        with pytest.raises(ExportError, match=r"rows are of type dict, .* numbers from 2.*63 on as uint64"):
             as_table({"a": large})
     with pytest.raises(ExportError, match="column 'a': 'utf-8' codec can't encode"):
         as_table({"a": ["\ud800"]})
@@ -309,15 +309,15 @@ def test_what_arrow_takes_no_values_of_is_told_with_its_column() -> None:
     with api._as_files(given) as folder:
         assert pq.read_table(folder)["a"].to_pylist() == [1, 2]
     for data, said in (
-        ({"b": [1], "a": np.array(["x", math.nan], object)}, r"a dict, .* length \(column 'a': .*float"),
-        ({"b": [1], "a": np.ones((1, 1))}, r"a dict, .* length \(column 'a': only handle 1-dimensional arrays\)"),
+        ({"b": [1], "a": np.array(["x", math.nan], object)}, r"dict, .* length \(column 'a': .*float"),
+        ({"b": [1], "a": np.ones((1, 1))}, r"dict, .* length \(column 'a': only handle 1-dimensional arrays\)"),
         (
             Frame(),
-            r"a Frame, .* \(Could not convert 'x' with type str; Conversion failed for column a with type object\)",
+            r"Frame, .* \(Could not convert 'x' with type str; Conversion failed for column a with type object\)",
         ),
-        (7, r"a int, .* a mapping of columns of one length$"),
+        (7, r"int, .* a mapping of columns of one length$"),
     ):
-        with pytest.raises(UserError, match=f"^DATA is {said}"), api._as_files(data):
+        with pytest.raises(UserError, match=f"^DATA is of type {said}"), api._as_files(data):
             pass
 
 

@@ -131,7 +131,7 @@ def test_users_and_names(towers: Path) -> None:
         (lambda: run.recommend([]), "DATA is an empty list"),
         (
             lambda: run.recommend([{"user": 1}]),
-            "DATA is a list, and may be paths, an Arrow table, a data frame or a mapping of columns of one length",
+            "DATA is of type list, and may be paths, an Arrow table, a data frame or a mapping of columns of one",
         ),
         *(
             (lambda k=k: run.recommend(users, k), f"k is {k!r}, and must be a whole number above 0")

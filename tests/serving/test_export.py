@@ -156,7 +156,9 @@ def test_candidates_and_unknown_items(towers: Path) -> None:
         with pytest.raises(ExportError, match=r"nowhere/manifest.json' cannot be read|/manifest.json' is no manifest"):
             Scorer(folder)  # type: ignore[arg-type]
     assert scorer.recommend(users.to_batches()[0]) == scorer.recommend(users) == scorer.recommend(users.to_pydict())
-    with pytest.raises(ExportError, match="rows are a list, and may be an Arrow table or batch, a dict of columns or"):
+    with pytest.raises(
+        ExportError, match="rows are of type list, and may be an Arrow table or batch, a dict of columns or"
+    ):
         scorer.recommend([1, 2])
     for id, said in ((1, "of type int64 are none of the texts of"), (1.5, "must be whole"), ({"a": 1}, "must be int")):
         with pytest.raises(ExportError, match=f"^column 'odd': ids {said}"):
@@ -327,7 +329,7 @@ def test_a_server_answers(ranker: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ranker / "out", capture_output=True, text=True, timeout=60)
     expected = pq.read_table(ranker / "predicted")["score"].to_pylist()[:2]
     np.testing.assert_allclose(json.loads(done.stdout), expected, atol=1e-5)
-    assert re.search(r"Refused: \(400, .*column 'device' is a str, and must be a list of values", done.stderr)
+    assert re.search(r"Refused: \(400, .*column 'device' is of type str, and must be a list of values", done.stderr)
 
 
 @pytest.mark.slow
