@@ -166,7 +166,7 @@ class Condition:
         return _unsigned_zeros(literals) if pa.types.is_floating(dtype) else literals
 
     def outcomes(self, bounds: Mapping[str, Bounds], n: int) -> Outcomes:
-        """Return the possible outcomes in each of `n` row groups, given the bounds of some columns."""
+        """Return the possible outcomes in each of `n` row groups, given the bounds of the columns."""
         parts = self.parts
         if self.operator == "in":
             parts = tuple(Condition("==", column=self.column, value=scalar) for scalar in self.value)
@@ -175,9 +175,8 @@ class Condition:
             return Outcomes(false, true, null)
         if parts:  # one after the other, as there may be thousands of literals
             return reduce(_both if self.operator == "and" else _either, (part.outcomes(bounds, n) for part in parts))
-        if self.column not in bounds or isinstance(self.value, Column):  # `sampled` has no column
-            possible = np.ones(n, np.bool_)
-            return Outcomes(possible, possible, possible if self.operator != "is None" else ~possible)
+        if self.operator == "sampled" or isinstance(self.value, Column):
+            return Outcomes(*np.ones((3, n), np.bool_))
         column = bounds[self.column]
         if self.operator == "is None":
             return Outcomes(column.nulls, column.values, np.zeros(n, np.bool_))

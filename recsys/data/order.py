@@ -155,7 +155,7 @@ class EpochOrder:
 
     def row_groups_of(self, rank: int, world_size: int) -> np.ndarray:
         """Return the row groups that the streams of a rank are cut from, as numbers in `row_groups`."""
-        streams = [share.stream for share in shares(self.slots, rank, world_size)] or [0]
+        streams = [share.stream for share in shares(self.slots, rank, world_size)]
         bounds = [stream_bounds(self.slots, stream, self.row_groups.total_rows) for stream in (streams[0], streams[-1])]
         places = self._places(bounds[0][0], bounds[1][1])
         return self._permuted[places.start : places.stop]

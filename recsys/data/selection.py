@@ -84,7 +84,7 @@ def _statistics(footer: Footer, layout: pa.Schema, name: str, field: pa.Field) -
 
 
 def _bounds(read: Sequence[Statistics], rows: np.ndarray, dtype: pa.DataType) -> Bounds:
-    least, most, counts = zip(*read, strict=True) if read else ((), (), ())
+    least, most, counts = zip(*read, strict=True)
     nulls = np.array([-1 if count is None else count for count in counts], np.int64)
     return Bounds(_array(least, dtype), _array(most, dtype), nulls != 0, nulls < rows)
 

@@ -63,12 +63,12 @@ class Storage:
         return re.sub("//.*@", "//", self.root.partition("?")[0])
 
     def path(self, name: str) -> str:
-        """Return the path in the file system of a file named in messages as `name`."""
-        return self.remote[1].rstrip("/") + name.removeprefix(self.shown) if self.root else name
+        """Return the path in the remote file system of a file named in messages as `name`."""
+        return self.remote[1].rstrip("/") + name.removeprefix(self.shown)
 
     def name(self, path: str) -> str:
-        """Return how messages name the file at a path of the file system."""
-        return self.shown + path.removeprefix(self.remote[1].rstrip("/")) if self.root else path
+        """Return how messages name the file at a path of the remote file system."""
+        return self.shown + path.removeprefix(self.remote[1].rstrip("/"))
 
     def open(self, name: str) -> pa.NativeFile:
         """Open a file for reading at any place. Raises OSError."""
@@ -167,8 +167,6 @@ def partition_column(value: str | None, dtype: pa.DataType, num_rows: int) -> pa
 
 def reason(error: Exception) -> str:
     """Return why something cannot be read, without what Arrow and the operating system say around it."""
-    if isinstance(error, UserError):
-        return str(error)
     if isinstance(error, FileNotFoundError):
         return "it does not exist"
     if isinstance(error, PermissionError):
