@@ -19,11 +19,17 @@ from pathlib import Path
 from typing import IO
 
 from recsys.errors import LostPeerError, StuckError, end_run
-from recsys.runtime.world import FAILURE_KEY, World, announce
+from recsys.runtime.world import DEFAULT_TIMEOUT_S, FAILURE_KEY, World, announce
 
 _KEY = "watchdog"
 _FAILURE_GRACE_S = 10.0  # within which a rank notices by itself that another has failed
+_LEAD_S = 120.0  # a stuck rank is named before collectives time out
 _LAST_RESORT_S = 20.0  # for an orderly end, before the process ends without one
+
+
+def wait_s(stuck_after_s: float) -> float:
+    """Return for how many seconds collectives wait for a rank that may make no progress for `stuck_after_s`."""
+    return max(DEFAULT_TIMEOUT_S, stuck_after_s + _LEAD_S)
 
 
 @dataclass

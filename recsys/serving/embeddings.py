@@ -22,6 +22,7 @@ from recsys.errors import UserError, nearest
 from recsys.ids import IdMapping, build_mapping
 from recsys.runtime.logs import quiet_libraries, start_logging
 from recsys.runtime.run_lock import output_lock
+from recsys.runtime.watchdog import wait_s
 from recsys.runtime.world import World, open_world
 from recsys.serving.finished import Finished, OpenRun
 from recsys.serving.index import build_index, faiss
@@ -78,7 +79,8 @@ def embeddings(
 def _write_table(run: Finished, table: str, out: Path, data: str | list[str] | None) -> int:
     quiet_libraries()
     config = run.config.run
-    with open_world(config.device, config.num_threads) as world, naming_data(), output_lock() as lock:
+    timeout_s = wait_s(config.stuck_after_s)
+    with open_world(config.device, config.num_threads, timeout_s) as world, naming_data(), output_lock() as lock:
         vectors = open_table(run, verify_checkpoint(run.checkpoint, world), world, table, data)
         starts = range(0, vectors.num_ids, BLOCK_ROWS)
         rows = [min(BLOCK_ROWS, vectors.num_ids - start) for start in starts]

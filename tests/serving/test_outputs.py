@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,13 @@ from launch import ROOT, environment, run_recsys
 
 from recsys.errors import UserError
 from recsys.runtime.run_lock import LOCK_FILE, RunLock
+from recsys.serving import compress as compress_module
+from recsys.serving import embeddings as embeddings_module
+from recsys.serving import evaluate as evaluate_module
 from recsys.serving import export as export_module
 from recsys.serving import predict as predict_module
 from recsys.serving.parts import Parts
+from recsys.training import run as run_module
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +41,32 @@ def recsys(*words: object, status: int = 0, before: Any = None) -> str:
     said = run_recsys(*words, status=status, before=before)
     assert not status or "\n" not in said, said
     return said
+
+
+def test_ranks_of_commands_wait_for_each_other_by_what_the_config_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may count rows, or make an index, for hours."""
+    waits: list[float] = []
+
+    def open_world(device: object, num_threads: object, timeout_s: float) -> None:
+        waits.append(timeout_s)
+        raise UserError("no world")
+
+    anything: Any = SimpleNamespace(device=None, num_threads=None, stuck_after_s=7200.0)
+    anything.run = anything.config = anything
+    calls: dict[Any, Callable[[], object]] = {
+        run_module: lambda: run_module.run(anything),
+        evaluate_module: lambda: evaluate_module.evaluate(anything, []),
+        predict_module: lambda: predict_module.write_results(anything, tmp_path, anything, {}, anything, None),
+        embeddings_module: lambda: embeddings_module._write_table(anything, "item", tmp_path, None),
+        compress_module: lambda: compress_module.compress(anything, anything, tmp_path, anything),
+    }
+    for module, call in calls.items():
+        monkeypatch.setattr(module, "open_world", open_world)
+        with pytest.raises(UserError, match="no world"):
+            call()
+    assert waits == [7320.0] * len(calls)
 
 
 def commands(run: Path, folder: Path) -> dict[str, tuple[object, ...]]:
