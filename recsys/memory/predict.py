@@ -226,6 +226,8 @@ class _Rank:
         in_steps, loader = self._in_steps(), self._loader()
         later = loader["loader_windows"] + loader["loader_decoding"] + sum(in_steps.values())
         later += self._libraries("later") - self._libraries("init")  # which the first step loads
+        later += self._heaps(in_evaluation=False) + self._data.statistics_bytes
+        later += 0 if self._topology.on_gpu else self._topology.blas_bytes
         if not self._decoding_processes:  # which take that beside this one
             loader["loader_decoding"] += max(0, self._decoding.first - later)
         host = {"offloaded_activations": self._dense.host_bytes, "save_copies": copies}

@@ -334,13 +334,11 @@ def test_a_vocabulary_of_texts_is_counted_with_these(is_list: bool, tmp_path: Pa
     assert of_texts["vocabularies"] - of_numbers["vocabularies"] == pytest.approx((64 - 8) * ROWS, rel=0.01)
 
 
-def test_what_is_decoded_first_is_there_before_libraries_of_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_decoded_first_is_there_before_what_steps_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts_of(tmp_path)
     monkeypatch.setattr(data_facts_module, "_decoding_by_rank", lambda *_: (Decoding(first=1 << 30),))
     host = rehearse_run(load_config(tmp_path / "config.yaml")).prediction.ranks[0].phases["step"]["host"]
-    others = ("process", "id_statistics", "heap", "table_weight", "table_optimizer", "blas_workspaces")
+    others = ("process", "table_weight", "table_optimizer")
     dense = [kind for kind in host if kind.startswith("dense_")]
     assert sum(host.values()) - sum(host.get(kind, 0) for kind in (*others, *dense)) < (1 << 30) + (20 << 20)
 
