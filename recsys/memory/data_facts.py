@@ -229,13 +229,18 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
     # One that is made is there twice, in the order of the files and shuffled, with the order of its rows; a process
     # of its own keeps the memory of both, and sends a copy.
     in_processes = role == "train" and decode_in_processes(inputs.config.data.processes, wanted, inputs.world.device)
-    making = threads * largest * ((1 + in_processes) * sample.row_bytes + _ORDER_BYTES)
+    of_window = largest * ((1 + in_processes) * sample.row_bytes + _ORDER_BYTES)
+    making = threads * of_window
     streams, by_rank = streams_of_a_rank(inputs.config, inputs.world.world_size), []
     loader, follows = inputs.loader(role), role == "train" and _reaches_second_epoch(inputs)
     for numbers in loader.row_groups_by_rank():
         read = np.ceil(np.sort(stored[numbers])[::-1]).astype(int)
         kept_rows = np.sort(used[numbers])[::-1] if dataset.filter else read  # one is kept without those left out
-        sizes = list(map(sample.decoding_bytes, read[:threads].tolist()))
+        is_read_once = len(used) <= CACHED_ROW_GROUPS  # then what is decoded is kept
+        sizes = [
+            sample.decoding_bytes(rows) if is_read_once else _decoding_or_making(sample, rows, of_window)
+            for rows in read[:threads].tolist()
+        ]
         if threads == 1 and loader.kept_row_groups:
             sizes += map(sample.table_bytes, kept_rows[1:CACHED_ROW_GROUPS].tolist())
         # Streams are read one after another, and neighbours are often cut from one row group; but where an epoch
@@ -243,12 +248,18 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
         apart = CACHED_ROW_GROUPS if follows and not in_processes else 1
         decoding = sum(sizes[:apart]) + min(1.0, len(numbers) / streams) * sum(sizes[apart:])
         in_heaps = sample.small_share(int(read.max(initial=0)))
-        if len(used) <= CACHED_ROW_GROUPS:  # decoded once, and kept
+        if is_read_once:
             kept = sum(map(sample.table_bytes, kept_rows.tolist())) * (threads if in_processes else 1)
             by_rank.append((int(decoding), int(making + kept), int(in_heaps * (making + kept))))
         else:
             by_rank.append((0, int(making + decoding), int(in_heaps * (making + decoding))))
     return by_rank
+
+
+def _decoding_or_making(sample: Sample, rows: int, of_window: float) -> float:
+    """Return what a thread takes at most for a row group of so many rows, beside what it takes to make a window: when
+    it makes one of them they are decoded, and what decoding takes besides is given back."""
+    return max(sample.table_bytes(rows), sample.decoding_bytes(rows) - of_window)
 
 
 def _reaches_second_epoch(inputs: Inputs) -> bool:

@@ -157,6 +157,15 @@ def test_a_row_group_is_kept_without_rows_that_a_filter_leaves_out(tmp_path: Pat
     assert of_all - filtered > 0.8 * (ROWS // 3 * (4 * 8 + 10 * 8 + 4))  # of twelve rows one is left
 
 
+def test_a_thread_makes_a_window_once_its_row_group_is_decoded(tmp_path: Path) -> None:
+    """What decoding takes beside the table is given back by then."""
+    facts_of(tmp_path, ROWS // 10)
+    with opened(tmp_path / "config.yaml", "data.num_threads=1", "data.num_streams=1") as (config, inputs):
+        later, sample = data_facts(config, inputs, 1).decoding[0].later, Sample(inputs, "train")
+        of_window = max(inputs.loader("train").window_rows()[0]) * (sample.row_bytes + 12)
+    assert later == pytest.approx(of_window + 2 * sample.table_bytes(ROWS // 10), rel=0.01)  # another one is kept
+
+
 def test_windows_of_an_evaluation_are_there_while_it_lasts(tmp_path: Path) -> None:
     facts_of(tmp_path)
     settings = ["data.valid=${data.train}", "train.eval_every_steps=1"]
