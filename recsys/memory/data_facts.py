@@ -51,21 +51,23 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
     sizes = {role: -(-dataset.num_rows // world_size) for role, dataset in inputs.datasets.items()}
     train_rows = sizes.pop("train")
     roles = sizes if {"valid", "test"} & sizes.keys() else {}  # a corpus alone is not evaluated
-    held, largest = _held_rows(inputs, "train")
+    held, largest, are_all = _held_rows(inputs, "train")
     # Beside the windows of the training data there are some that evaluate, and keep their memory for the next time.
     others = {role: _held_rows(inputs, role) for role in roles}
     samples = {role: Sample(inputs, role) for role in roles}
     samples["train"] = sample
-    of_evaluation = max((samples[role].row_bytes * rows for role, (rows, _) in others.items()), default=0)
+    of_evaluation = max((samples[role].row_bytes * rows for role, (rows, *_) in others.items()), default=0)
     distinct = dict(zip(sample.names, sample.distinct_ids(train_rows), strict=True))
     vocabularies, counted, texts = _vocabularies(config, inputs, distinct, sample.text_bytes())
     return DataFacts(
         mean_ids=_mean_ids(config, sample.mean_ids(), world_size),
         most_ids=_most_ids(inputs, sample, held),
         id_bytes=inputs.spec("train").dtype.itemsize,
-        window_bytes=int(sample.window_bytes(held, largest)),
+        window_bytes=int(sample.window_bytes(held, 0 if are_all and config.train.epochs == 1 else largest)),
         eval_window_bytes=int(of_evaluation),
-        decoding=_decoding_by_rank(inputs, samples, {"train": largest, **{r: rows for r, (_, rows) in others.items()}}),
+        decoding=_decoding_by_rank(
+            inputs, samples, {"train": largest, **{r: rows for r, (_, rows, _) in others.items()}}
+        ),
         eval_rows=roles,
         source=sample.source,
         vocabulary_bytes=vocabularies + _drawn_bytes(inputs),
@@ -196,8 +198,9 @@ def _num_threads(inputs: Inputs) -> int:
     return decoding_threads(inputs.config.data.num_threads, inputs.world.device, inputs.world.local_world_size)
 
 
-def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
-    """Return the most rows of windows that a loader's streams hold at once, and those of the largest window.
+def _held_rows(inputs: Inputs, role: str) -> tuple[int, int, bool]:
+    """Return the most rows of windows that a loader's streams hold at once, those of the largest window, and whether
+    all windows of the first epoch are held at once.
 
     A stream holds the windows that a batch takes rows from, several where they are small, and those decoded ahead.
     """
@@ -215,7 +218,7 @@ def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
         following = islice(cycle(rows), min(at_once, epochs * len(rows)) - 1) if epochs > 1 else []
         held += int(np.convolve([*rows, *following], np.ones(at_once, int)).max())
         largest = max(largest, *rows)
-    return held, largest
+    return held, largest, held >= sum(map(sum, of_epoch))
 
 
 def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[tuple[int, int, int]]:

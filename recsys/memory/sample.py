@@ -179,13 +179,14 @@ class Sample:
         }
 
     def window_bytes(self, num_rows: int, largest: int) -> float:
-        """Return what windows of so many rows in all take, of which the largest has `largest`.
+        """Return what windows of so many rows in all take, of which the largest has `largest`; 0: others follow none.
 
         A block keeps the pages that a window of long lists has used when one of short lists comes to lie there. Since
         blocks are of powers of two bytes, that is half of what all would take if each had once held the largest.
         """
         of_groups = max(1.0, largest / self.group_rows)
-        return num_rows * self.row_bytes * (1 + (self._heaviest - 1) / 2 / math.sqrt(of_groups))
+        kept = (self._heaviest - 1) / 2 / math.sqrt(of_groups) if largest else 0.0
+        return num_rows * self.row_bytes * (1 + kept)
 
     def table_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
         """Return what columns of so many rows take in Arrow, all by default."""

@@ -264,6 +264,8 @@ def test_lists_that_get_shorter_are_expected_with_their_weights(tmp_path: Path) 
     assert facts.most_ids["ids"] * 100 == pytest.approx(most, rel=0.1)
     # Two windows of each of two streams hold all rows twice, and blocks keep the pages of the longest lists.
     assert 2.2 * taken < facts.window_bytes < 2 * 4 * tables[0].nbytes
+    with opened(path, "train.epochs=1") as (config, inputs):  # all are there at once, and none comes after another
+        assert data_facts(config, inputs, 1).window_bytes == pytest.approx(taken, rel=0.05)
     assert taken > 8 * ends[-1]  # of an id and its weight
     assert row_bytes * 4000 == pytest.approx(taken, rel=0.05)
     assert decoding.later > max(table.nbytes for table in tables)
