@@ -53,6 +53,8 @@ def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
         shown = " and ".join(f"'{Storage(root).shown}'" if root else "local files" for root in roots[:2])
         raise UserError(f"config key '{key}' names files in {shown}; keep the files of one key in one place")
     storage = Storage(roots[0], retries)
+    if storage.root:
+        _reach(key, storage)
     files = [file for _, path in given for file in _expand(key, storage, path)]
     names = tuple(file.name for file in files)
     _check_texts(key, names)
@@ -63,6 +65,14 @@ def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
             raise UserError(f"config key '{key}' names the file '{min(twice)}' twice; name each file once")
     sizes, times = (np.array([file[i] for file in files], np.int64) for i in (1, 2))
     return Files(storage, names, sizes, times)
+
+
+def _reach(key: str, storage: Storage) -> None:
+    """Open a file system, as that of a bucket whose region is to be asked for; UserError if it does not answer."""
+    try:
+        _ = storage.remote  # kept, once it is made
+    except UserError as error:
+        raise UserError(f"config key '{key}': {error}") from error
 
 
 def _check_texts(key: str, names: Sequence[str]) -> None:

@@ -104,14 +104,19 @@ class StepTime:
             f"{figures['step_s'] * 1e3:,.1f} ms ({shares}), by the speeds of {speeds.ranks} × {speeds.device}"
         ]
         if figures["epoch_s"] is not None:
-            cost = "" if figures["epoch_price"] is None else f" and costs {figures['epoch_price']:,.2f}"
+            cost = "" if figures["epoch_price"] is None else f" and costs {_money(figures['epoch_price'])}"
             lines.append(
                 f"An epoch of {self.epoch_rows:,} rows takes {clock(figures['epoch_s'])}{cost}, without evaluations"
             )
         elif self.price_per_hour is not None:
             price = self._price(1e6 / self.rows * figures["step_s"])
-            lines.append(f"A million rows cost {price:,.4f}")
+            lines.append(f"A million rows cost {_money(price)}")
         return lines
+
+
+def _money(price: float) -> str:
+    """Return a price with two decimals, a small one with its first two digits."""
+    return f"{price:,.2f}" if price >= 0.1 or not price else f"{price:.2g}"
 
 
 def speeds_of(config: Config, topology: Topology, price_per_hour: float | None) -> Speeds | None:

@@ -315,6 +315,8 @@ def test_s3_takes_the_options_of_its_uri_and_our_retries(monkeypatch):
     )
     storage.filesystem_of(uri, 5)
     assert attempts == [6]
+    message = refusal(lambda: find_files("data.valid", "s3://bucket/logs?region=eu-west-1&regoin=eu-west-1"))
+    assert message.startswith("config key 'data.valid': the file system of 's3://bucket' cannot be opened (")
     again = pickle.loads(pickle.dumps(Storage(uri, 5)))
     assert (again, again.shown) == (Storage(uri, 5), "s3://bucket")
     assert again.path(again.name("bucket/a")) == "bucket/a" and again.name("bucket/a") == "s3://bucket/a"

@@ -248,7 +248,7 @@ def test_dry_run_says_how_long_and_how_much(tmp_path: Path) -> None:
     given = [f"topology.speeds={tmp_path}/speeds.json", f"run.dir={tmp_path}/run"]
     page = run_recsys("dry-run", "configs/dlrm_sample.yaml", *given, "--price-per-hour", "36")
     assert "About 25,600 samples/s: a step of 256 rows takes 10.0 ms (rest 100%), by the speeds of 1 × test" in page
-    assert "An epoch of 3,000 rows takes 0:00:00 and costs 0.00, without evaluations" in page
+    assert "An epoch of 3,000 rows takes 0:00:00 and costs 0.0012, without evaluations" in page
     found = json.loads((tmp_path / "run/memory/dry_run.json").read_text())["time"]
     assert found["step_s"] == pytest.approx(0.01) and found["epoch_s"] == pytest.approx(3000 / 25600)
     assert found["epoch_price"] == pytest.approx(36 / 3600 * 3000 / 25600)
@@ -259,7 +259,7 @@ def test_a_million_rows_where_the_data_are_not_here(tmp_path: Path) -> None:
     given = [f"topology.speeds={tmp_path}/speeds.json", "topology.world_size=4", "topology.local_world_size=2"]
     page = format_dry_run(rehearse_run(load_config(config_file(tmp_path), given), 36.0))
     # 15,625 steps of 10 ms, on two machines.
-    assert "A million rows cost 3.1250" in page
+    assert "A million rows cost 3.13" in page
     assert "samples/s" not in format_dry_run(rehearse_run(load_config(config_file(tmp_path), given[1:])))
 
 
