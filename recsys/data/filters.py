@@ -25,6 +25,7 @@ _COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.GtE: ">=",
 }
 _MIRRORED = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
+_ODD_NAMES = "a column whose name is no plain word is col('odd name')"
 _CONSTANTS = {"true": "True", "false": "False", "null": "None", "none": "None"}
 _HINTS = (
     (r"\b\d{4}-\d\d?-\d\d?\b", "write dates and times in quotes: day >= '2026-11-01'"),
@@ -67,7 +68,9 @@ def parse_filter(text: str) -> Condition:
         tree = ast.parse(source, mode="eval")
         return _Parser(source.encode().splitlines(), " ".join(text.split())).condition(tree.body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        why = _hint(text) or getattr(error, "msg", None) or "it is nested too deeply"
+        # What Python advises is of Python: of `odd name > 3` that a comma may be forgotten.
+        said = getattr(error, "msg", "it is nested too deeply").partition(". Perhaps")[0]
+        why = _hint(text) or (f"{said}; {_ODD_NAMES}" if "invalid" in said else said)
         raise UserError(f"{KEY}: '{' '.join(text.split())}' cannot be understood ({why})") from error
 
 
@@ -110,8 +113,9 @@ class _Parser:
         elif right_column is not None:
             return Condition(_MIRRORED[_COMPARISONS[type(operator)]], column=right_column, value=self._literal(left))
         else:
-            self._literal(left), self._literal(right)
-            self._refuse(left, f"it compares {ast.unparse(left)} with {ast.unparse(right)}, and no column")
+            values = self._literal(left), self._literal(right)
+            odd = f"; {_ODD_NAMES}" if isinstance(values[0], str) else ""
+            self._refuse(left, f"it compares {ast.unparse(left)} with {ast.unparse(right)}, and no column{odd}")
         return condition if isinstance(operator, ast.Is | ast.In) else Condition("not", (condition,))
 
     def _column(self, node: ast.expr) -> str | None:
