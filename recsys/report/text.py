@@ -17,12 +17,10 @@ def size(num_bytes: float | None) -> str:
     return f"{number:,.{digits}f} {_UNITS[power]}"
 
 
-def number(value: Any) -> str:
-    """Return a figure of a run with about four digits, text as it is, and a dash for None."""
+def number(value: float | None) -> str:
+    """Return a figure of a run with about four digits, and a dash for None."""
     if value is None:
         return "–"
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     if abs(value) < 0.01:

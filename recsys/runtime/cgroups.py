@@ -21,7 +21,7 @@ def cgroup_bytes() -> int | None:
 
 def num_cores() -> int:
     """Return how many cores' time this process may use; more threads than that would pause by turns."""
-    limits = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    limits = [len(os.sched_getaffinity(0))]
     for folder, is_first in _folders("cpu"):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first else ("cpu.max",)
         with suppress(OSError, ValueError):  # no such file, and the text `max`
