@@ -1,6 +1,5 @@
 """Parquet files of a dataset: opening them all, and reading first rows or whole columns."""
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,6 +21,7 @@ from recsys.data.selection import certain_rows, prune_by_path
 from recsys.data.sources import find_files
 from recsys.data.storage import BadDataError, Files, partition_keys, reason
 from recsys.errors import UserError
+from recsys.runtime.cgroups import num_cores
 from recsys.runtime.live import Task
 from recsys.runtime.logs import logger
 
@@ -90,7 +90,7 @@ def _counted(
     if len(unknown):
         logger.info("%s: counting the rows that match the filter in %d row groups", dataset.key, len(unknown))
         task, count = Task("counting rows", len(unknown), "row groups"), SegmentReader(dataset, []).count
-        with task, ThreadPoolExecutor(min(16, os.cpu_count() or 1), "count") as pool:
+        with task, ThreadPoolExecutor(min(16, num_cores()), "count") as pool:
             for group, num_rows in zip(unknown, pool.map(count, unknown.tolist()), strict=True):
                 matching[group] = num_rows
                 task.done += 1
