@@ -167,6 +167,9 @@ def test_decimals_that_are_no_integers_hash_as_text():
     assert hash_column(column[1:2]).tolist() == [four]
     finer = pa.array([Decimal("1.500")], pa.decimal256(50, 3))
     assert hash_column(finer.dictionary_encode()).tolist() == text[:1]
+    powers = [10**20, 10**21]  # whose zeros stand before the point
+    whole, texts = pa.array(powers, pa.decimal128(30, 0)), pa.array(map(str, powers))
+    assert hash_column(whole).tolist() == hash_column(texts).tolist()
 
 
 def test_bytes_of_fixed_size():
