@@ -179,20 +179,19 @@ def _warn_of_files(config: Config, kept: dict[str, KeptIds], vocabularies: dict[
 
 def _inherited(config: Config, source: Source, tables: Iterable[str]) -> Facts:
     """Return the facts that go with the tensors loaded from a checkpoint."""
-    floats, marker = with_figures(config), source.marker
-    if source.init is not None:
+    floats, marker, init = with_figures(config), source.marker, source.init
+    counted = [name for name in id_features(config) if _counts_file(name) in marker.facts]
+    pruned = [name for name, table in config.tables.items() if table.kept_rows is not None]
+    if init is not None:
         here, there = meaning(config), marker.meaning
         differing = [key for key in {**here, **there} if here.get(key) != there.get(key)]
         # Of features alone: a table, a layer or an optimizer may have a feature's name.
         changed = {key.split(".")[1] for key in differing if key.startswith("features.")}
-        floats = [name for name in floats if name not in changed and source.init.dense is not Take.none]
-        saved = [table for table in tables if vocabulary_file(table) in marker.facts]
-        tables = saved if source.init.tables is not Take.none else []
-    counted = [] if source.init else [name for name in id_features(config) if _counts_file(name) in marker.facts]
-    pruned = [name for name, table in config.tables.items() if table.kept_rows is not None]
-    if source.init is not None:
-        saved = [name for name in pruned if kept_rows_file(name) in marker.facts]
-        pruned = saved if source.init.tables is not Take.none else []
+        floats = [name for name in floats if name not in changed and init.dense is not Take.none]
+        saved = marker.facts if init.tables is not Take.none else ()
+        tables = [name for name in tables if vocabulary_file(name) in saved]
+        pruned = [name for name in pruned if kept_rows_file(name) in saved]
+        counted = []
     names = [*map(vocabulary_file, tables), *([FLOATS_FILE] if floats else []), *map(_counts_file, counted)]
     check_facts(source.path, marker, [*names, *map(kept_rows_file, pruned)])
     facts = Facts.load(facts_of(source.path), list(tables), floats, counted, pruned)
