@@ -17,7 +17,7 @@ A room may import from those above it:
     serving/     what is done with a finished run
     datasets/    public, synthetic and delimited data to Parquet, for `recsys prepare`
 
-A batch travels: data/loader → data/decode → data/window → data/collate → step/pipeline → step/step → models/… → its loss.
+A batch: data/loader → data/decode → data/window → data/collate → step/pipeline → step/step → models/… → its loss.
 """
 
 from importlib import import_module
