@@ -340,8 +340,6 @@ def as_lost_peer(error: Exception) -> LostPeerError | None:
     if isinstance(error, RuntimeError) and _LOST_PEER.search(text):
         # Without the place in gloo's or NCCL's source that stands before it, and the advice after it.
         first = re.sub(r"^(Gloo .* with )?\[\S*\]\s*", "", " ".join(text.split())).split(". ")[0][:120]
-        slow = (
-            "; one that works alone for long is waited for by run.stuck_after_s" if "Timed out" in first else ""
-        )
+        slow = "; one that works alone for long is waited for by run.stuck_after_s" if "Timed out" in first else ""
         return LostPeerError(f"another rank ended or did not answer, see its own error ({first}){slow}")
     return None
