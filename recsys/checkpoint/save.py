@@ -173,7 +173,8 @@ class Checkpoints:
         if needed > free:
             raise UserError(
                 f"a checkpoint needs {needed:,} bytes, and '{self.folder}' has {free:,} free; make room there and go "
-                f"on with run.resume=true, or move '{self.folder.parent}' to a larger disk and go on there"
+                f"on with run.resume=true, or move '{self.folder.parent}' to a larger disk and go on there (1 MiB of "
+                f"what it needs is kept for marker, config and plan)"
             )
 
     def _write(self, final: Path, all_tensors: dict[str, LocalTensor], marker: Marker) -> None:
