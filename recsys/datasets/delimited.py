@@ -37,6 +37,7 @@ TYPES = {name: pa.type_for_alias(name) for name in ("int8", "int32", "int64", "f
 TYPES["timestamp"] = pa.timestamp("us")
 LABEL = "label"
 BLOCK_BYTES = 1 << 22  # of text, parsed at a time; types are inferred from the first block
+_APART = "convert files of other columns to a folder of their own, and name those in data.optional_columns"
 TIME_SAMPLE = 1 << 22  # values kept to find where a split by time cuts: exact for fewer rows
 
 
@@ -241,7 +242,7 @@ class _Reader:
         reader, names_in_file = self._open(path)
         if sorted(names_in_file) != sorted(self.names):
             columns, expected = ", ".join(names_in_file), ", ".join(self.names)
-            raise UserError(f"{path} has columns {columns}, but {self._first} has {expected}")
+            raise UserError(f"{path} has columns {columns}, but {self._first} has {expected}; {_APART}")
         with reader, told(path):
             for batch in reader:
                 if self.options.quote is None:

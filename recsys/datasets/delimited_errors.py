@@ -63,6 +63,8 @@ def told(path: Path) -> Iterator[None]:
             hint = "; --decimal-point , reads such numbers"
         if "conversion error to timestamp" in message:
             hint = "; --time-format FORMAT reads times that are not in ISO 8601"
+            if re.search(r"invalid value '[0-9.]+'", message):
+                hint = "; --time-format FORMAT reads times of digits, but seconds since 1970 need no type: as numbers"
             if " zone offset in " in message:
                 message = message.partition(". If these timestamps")[0]  # advice on functions of Arrow
                 hint = "; write all times of a column with a zone offset or none, and leave it out of --types with one"

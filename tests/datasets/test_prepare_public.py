@@ -162,6 +162,8 @@ def test_texts_that_are_no_times_name_the_option_that_reads_them(tmp_path: Path)
         _converted(tmp_path, text, delimiter=",", split_by="time:then", **split)
     with pytest.raises(UserError, match=r"invalid value '11/05/2026 6:30 PM'; --time-format FORMAT reads"):
         _converted(tmp_path, text, delimiter=",", types={"then": "timestamp"})
+    with pytest.raises(UserError, match=r"invalid value '1762300000'; .* seconds since 1970 need no type"):
+        _converted(tmp_path, "user,then\n1,1762300000\n", delimiter=",", types={"then": "timestamp"})
 
 
 @pytest.mark.parametrize("zone", ["", "Z"])

@@ -200,7 +200,7 @@ def test_rows_of_a_csv_are_not_split_by_nan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"a,b,b\n1,2,3\n", "has columns a, b, b, but .* has a, b$"),
+        (b"a,b,b\n1,2,3\n", "has columns a, b, b, but .* has a, b; convert .* of their own"),
         ("a,grün\n1,2\n".encode("latin-1"), "the names of its columns are not UTF-8; convert the file"),
         (gzip.compress(b"a,b\n1,2\n", mtime=0), "is compressed by gzip, .*; let it end in .gz$"),
         ("a,b\n1,2\n".encode("utf-16"), "is UTF-16, not UTF-8; convert the file, say with iconv$"),
