@@ -161,7 +161,7 @@ class Inputs:
             labels = [label_column(config, name, finite, schema) for name in config.labels()]
             labels += taught_columns(config, finite, role)
             if weight_column is not None:
-                weight = FloatColumn("data.weight_column", weight_column, None, False, finite)
+                weight = FloatColumn("data.weight_column", weight_column, fill=None, finite=finite)
         negative_weight = 1 / (config.data.keep_negatives or 1.0) if role == "train" else 1.0
         return BatchSpec(ids, floats, labels, weight, lists, negative_weight)
 
@@ -170,22 +170,22 @@ class Inputs:
         return replace(self._id_column(feature, "train", True), statistics=None)
 
     def _id_column(self, name: str, role: str, is_present: bool) -> IdColumn:
-        feature = self.config.features[name]
+        feature, column = self.config.features[name], column_of(self.config, name)
         mapping = self._mappings[feature.table or ""]
         if not is_present:
             return IdColumn(name, None, mapping)
         return IdColumn(
             name,
-            column_of(self.config, name),
+            column,
             mapping,
-            feature.nulls,
-            feature.max_length,
-            feature.keep,
-            feature.weights,
-            None if feature.boundaries is None else tuple(feature.boundaries),
-            self.statistics[name] if role == "train" else None,
-            self._routes.get(feature.table or ""),
-            self.datasets[role].file_of_floats(column_of(self.config, name)) if role in self.datasets else None,
+            null=feature.nulls,
+            max_length=feature.max_length,
+            keep=feature.keep,
+            weights=feature.weights,
+            boundaries=None if feature.boundaries is None else tuple(feature.boundaries),
+            statistics=self.statistics[name] if role == "train" else None,
+            route=self._routes.get(feature.table or ""),
+            file_of_floats=self.datasets[role].file_of_floats(column) if role in self.datasets else None,
         )
 
     def id_report(self, num_rows: int) -> dict[str, dict[str, object]]:

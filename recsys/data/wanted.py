@@ -135,7 +135,7 @@ def label_column(config: Config, name: str, finite: bool, schema: pa.Schema | No
     column = None if condition else label.column or name
     fill = 0.0 if unknown else None
     key = _label_key(config, name)
-    return FloatColumn(key, column, fill, binary, finite, may_be_unknown=unknown, condition=condition)
+    return FloatColumn(key, column, fill, binary=binary, finite=finite, may_be_unknown=unknown, condition=condition)
 
 
 def taught_columns(config: Config, finite: bool, role: str) -> list[FloatColumn]:

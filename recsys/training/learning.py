@@ -280,11 +280,11 @@ def _request(
     room = settings.num_embeddings - 1 - settings.num_buckets
     return VocabularyRequest(
         columns,
-        settings.min_count,
-        room,
-        inherited.vocabularies.get(table),
-        inherited.unseen_runs.get(table, np.zeros(0, np.int32)),
-        config.train.init.evict_after_runs,
-        after,
-        taken,
+        min_count=settings.min_count,
+        max_size=room,
+        known=inherited.vocabularies.get(table),
+        unseen_runs=inherited.unseen_runs.get(table, np.zeros(0, np.int32)),
+        evict_after=config.train.init.evict_after_runs,
+        after=after,
+        taken=taken,
     )
