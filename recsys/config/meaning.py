@@ -14,9 +14,8 @@ from typing import Any
 from recsys.config.choices import FeatureType, IdMappingType
 from recsys.config.features import float_features, model_features
 from recsys.config.initial import InitConfig, Take
-from recsys.config.names import flat
 from recsys.config.schema import Config
-from recsys.config.values import as_value, plain
+from recsys.config.values import as_value, flat, plain
 from recsys.errors import UserError, nearest
 
 # Keys that may differ where a checkpoint is loaded.

@@ -1,12 +1,12 @@
 """Names of tables, features, labels and runs, which become names of files, modules and tensors."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from recsys.config.schema import Config
+from recsys.config.values import flat
 from recsys.errors import UserError, nearest
 
 # Of a config file. OmegaConf's own limit is 10,000, and the saved config of 150 tables has more.
@@ -76,12 +76,3 @@ def _fits(pattern: re.Pattern[str], name: str) -> bool:
 
 def _shown(name: str) -> str:
     return repr(name) if len(name) <= 40 else f"{name[:40]!r} … of {len(name)} characters"
-
-
-def flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings with their full keys; a list is one value."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from flat(f"{key}.{name}" if key else str(name), item)
-    else:
-        yield key, value

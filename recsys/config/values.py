@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
@@ -26,6 +27,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, list):
         return [plain(item) for item in value]
     return value.name if isinstance(value, Enum) else value
+
+
+def flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings with their full keys; a list is one value."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from flat(f"{key}.{name}" if key else str(name), item)
+    else:
+        yield key, value
 
 
 def refuse_comment(value: str) -> None:

@@ -18,7 +18,8 @@ import yaml
 from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from recsys.config.names import MOST_YAML_NODES, flat
+from recsys.config.names import MOST_YAML_NODES
+from recsys.config.values import flat
 from recsys.errors import UserError
 from recsys.report.shapes import COMPRESSION, ENDING, FIGURE, ID_FIGURES, MEMORY, PLAN, RESULT, misfit
 from recsys.report.text import duration, number, size

@@ -18,7 +18,7 @@ import numpy as np
 
 from recsys.config import Config, config_text
 from recsys.config.choices import Tracker
-from recsys.config.names import flat
+from recsys.config.values import flat
 from recsys.errors import UserError
 from recsys.report.record import figures, read_config
 from recsys.runtime.files import naming, replace_file

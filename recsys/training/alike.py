@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from recsys.config import Config, config_text
-from recsys.config.names import flat
+from recsys.config.values import flat
 from recsys.errors import UserError
 from recsys.runtime.world import World
 
