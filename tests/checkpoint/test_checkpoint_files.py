@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from small_checkpoints import checkpoints, loaded, names, state, tensors
 
 from recsys.checkpoint import Marker, find_checkpoint, verify_checkpoint
@@ -137,6 +138,21 @@ def test_a_copy_is_saved_in_the_background(
     found = saved.newest_valid()
     assert found is not None and found[1].state.epoch_rows == [[5, 0, 0]] and found[1].state.step == 1
     assert loaded(tmp_path / "c", world) == 1 and "checkpoint_0" in set(writes)
+
+
+def test_ranks_wait_for_each_other_in_the_background_as_long_as_they_are_told(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default torch has them wait half an hour."""
+    whole, waits = dist.new_group, []
+
+    def new_group(**settings: Any) -> Any:
+        waits.append(settings["timeout"].total_seconds())
+        return whole(**settings)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    checkpoints(tmp_path / "c", world, background=True, wait_s=7320.0)
+    assert waits == [7320.0]
 
 
 @pytest.mark.parametrize("background", [False, True])
