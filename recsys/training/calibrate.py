@@ -16,6 +16,7 @@ import torch
 
 from recsys.config import Config, Device, as_value, load_config
 from recsys.data.inputs import open_inputs
+from recsys.errors import TerminatedError
 from recsys.memory import Timeline
 from recsys.memory.data_facts import data_facts
 from recsys.memory.speeds import DATA_AMOUNTS, STEP_AMOUNTS, Speeds
@@ -161,7 +162,8 @@ def _trained(config: Config, world: World, folder: Path) -> tuple[Load, tuple[fl
         run_dir = world.from_rank_zero(lambda: Path(mkdtemp(dir=folder)))
         trainer = Trainer(inputs, built, run_dir, timeline)
         trainer.writer = lines_writer = _Lines()
-        trainer.fit()
+        if trainer.fit():  # by a signal, which has been taken for a request
+            raise TerminatedError
         world.from_rank_zero(lambda: rmtree(run_dir))
         return lines_writer
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,9 @@ import torch
 from launch import run_recsys
 
 from recsys.config import load_config
-from recsys.config.choices import DenseSharding
+from recsys.config.choices import DenseSharding, Device
 from recsys.data.sources import find_files
-from recsys.errors import UserError
+from recsys.errors import TerminatedError, UserError
 from recsys.memory.data_facts import data_facts
 from recsys.memory.dry_run import format_dry_run, rehearse_run
 from recsys.memory.operators import OperatorTrace
@@ -30,9 +31,10 @@ from recsys.memory.step_time import fit_amounts, step_load
 from recsys.memory.trace import rehearse
 from recsys.runtime.files import prepare_json
 from recsys.runtime.machine import topology_of
-from recsys.runtime.world import World, rehearse_world
+from recsys.runtime.world import World, open_world, rehearse_world
 from recsys.tables.spec import Shard
 from recsys.training import calibrate, device_speeds
+from recsys.training.trainer import Trainer
 
 FLAT = [(1.0, 1e-30), (1e12, 1e-30)]  # takes no time
 
@@ -308,6 +310,19 @@ def test_rows_of_a_calibration_are_read_from_a_folder_of_any_name(
     calibrate._write_rows(tmp_path / name)
     for config in calibrate._references(tmp_path / name):
         assert [*find_files("data.train", config.data.train).names] == [str(tmp_path / name / "part-0.parquet")]
+
+
+def test_a_signal_in_a_training_ends_the_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_ROWS", 500)
+
+    def begin(trainer: Trainer) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "_begin_updates", begin)
+    calibrate._write_rows(tmp_path / "data")
+    (config, *_) = calibrate._references(tmp_path / "data")
+    with open_world(Device.cpu) as world, pytest.raises(TerminatedError):
+        calibrate._trained(config, world, tmp_path)
 
 
 def test_a_file_of_something_else_is_not_written_over(tmp_path: Path) -> None:
