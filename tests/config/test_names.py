@@ -42,6 +42,15 @@ def test_a_wrong_value_under_a_name_with_dots_is_told(tmp_path: Path) -> None:
         load_config(path)
 
 
+@pytest.mark.parametrize("name", ["7", "null"])
+def test_a_name_that_yaml_takes_for_another_value_is_told(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(SAMPLE.read_text().replace("  user_id: {table: user}", f"  {name}: {{table: user}}"))
+    said = rf"^config key 'features[.7]*': every name must be text, found {name}; put it in quotes$"
+    with pytest.raises(UserError, match=said):
+        load_config(path)
+
+
 @pytest.mark.parametrize("name", ALLOWED)
 def test_other_names_are_taken(name: str, tmp_path: Path) -> None:
     assert name in load_config(_config(tmp_path, name, "features")).features
