@@ -131,6 +131,8 @@ def semantic_ids(source: Path, out: Path, levels: int, number: int, seed: int) -
         yield f"level {level}: {left:.1%} of the variance left"
     different, most = int((same == 0).sum()), same.max() + 1
     yield f"{out}: {len(table):,} items, {different:,} different codes, {most:,} items of the same at most"
+    if number >= len(table):
+        yield f"code_1 tells vectors apart as ids do; with --codes below {len(table):,} items of like vectors share it"
 
 
 def _vectors(column: pa.ChunkedArray, source: Path) -> np.ndarray:

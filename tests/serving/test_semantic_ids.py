@@ -72,7 +72,10 @@ def test_a_file_of_codes_that_rows_are_joined_with(tmp_path: Path, capsys: pytes
     assert codes["item_id"].to_pylist() == table["item_id"].to_pylist()
     whole = set(zip(*(codes[name].to_pylist() for name in ("code_1", "code_2", "same")), strict=True))
     assert len(whole) == 300
-    assert f"{len({tuple(each) for each in numbers.tolist()})} different codes" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{len({tuple(each) for each in numbers.tolist()})} different codes" in said and "as ids do" not in said
+    *_, said = semantic_ids(tmp_path / "vectors", tmp_path / "codes.parquet", 2, 300, 1)
+    assert said == "code_1 tells vectors apart as ids do; with --codes below 300 items of like vectors share it"
 
 
 KINDS = [
