@@ -97,7 +97,14 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=20)
     parser.add_argument("--l2", type=float, default=500.0, help="of EASE^R, to be chosen on --part valid")
     arguments = parser.parse_args()
+    for folder in ("train", arguments.part, "items"):
+        if not (arguments.data / folder).is_dir():
+            parser.error(f"'{arguments.data}' has no folder {folder}; name what `recsys prepare retrieval` has written")
     train, part, items = (pa.dataset.dataset(arguments.data / x).to_table() for x in ("train", arguments.part, "items"))
+    user_in = train if arguments.item in train.column_names else None
+    for flag, column, table in (("--item", arguments.item, items), ("--user", arguments.user, user_in)):
+        if table is not None and column not in table.column_names:
+            parser.error(f"{flag}: there is no column '{column}', only {', '.join(table.column_names)}")
     corpus = items[arguments.item].combine_chunks()
     queries = {name: matrix(part[name], corpus) for name in ("history", "seen", "targets")}
     lists = lists_of_train(train, arguments.user, arguments.item)

@@ -1,8 +1,12 @@
 """benchmarks/baselines.py: rows of train that are interactions give what users with lists give; next items."""
 
-import pyarrow as pa
+from pathlib import Path
 
-from benchmarks.baselines import followers, last_of, lists_of_train, matrix, scorers
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks.baselines import followers, last_of, lists_of_train, main, matrix, scorers
 
 
 def test_interactions_and_lists_of_users_are_the_same() -> None:
@@ -22,3 +26,28 @@ def test_items_that_came_next_are_counted_within_lists_alone() -> None:
     last = matrix(last_of(queries), corpus).to_dense()
     assert last.tolist() == [[1, 0, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1]]
     assert followers(lists, corpus)(last).tolist() == [[0, 2, 1], [0, 0, 0], [1, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["none"], "none' has no folder train; name what `recsys prepare retrieval` has written"),
+        ([".", "--item", "article"], "--item: there is no column 'article', only sku"),
+        ([".", "--item", "sku", "--user", "who"], "--user: there is no column 'who', only customer, sku"),
+    ],
+)
+def test_wrong_words_are_told(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, columns in (
+        ("train", {"customer": [1], "sku": [2]}),
+        ("test", {"customer": [1]}),
+        ("items", {"sku": [2]}),
+    ):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table(columns), tmp_path / name / "a.parquet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["baselines.py", *words])
+    with pytest.raises(SystemExit):
+        main()
+    assert said in capsys.readouterr().err
