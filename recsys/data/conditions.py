@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from recsys.errors import UserError
 from recsys.ids import hash_uniform
+from recsys.ids.hashing import numpy_type
 from recsys.runtime.counter_random import make_key
 
 KEY = "config key 'data.filter'"
@@ -283,7 +284,7 @@ def _unsigned_zeros(floats: pa.Array) -> pa.Array:
 
 
 def _fits(dtype: pa.DataType, literal: int) -> bool:
-    limits = np.iinfo(dtype.to_pandas_dtype())
+    limits = np.iinfo(numpy_type(dtype))
     return limits.min <= literal <= limits.max
 
 

@@ -192,12 +192,18 @@ def is_number(dtype: pa.DataType) -> bool:
     return (pa.types.is_primitive(dtype) or pa.types.is_decimal(dtype)) and not pa.types.is_interval(dtype)
 
 
+def numpy_type(dtype: pa.DataType) -> np.dtype:
+    """Return NumPy's type of integers or floats; Arrow's `to_pandas_dtype` needs pandas in some versions."""
+    kind = "f" if pa.types.is_floating(dtype) else "u" if pa.types.is_unsigned_integer(dtype) else "i"
+    return np.dtype(f"{kind}{dtype.bit_width // 8}")
+
+
 def numpy_view(numbers: pa.Array) -> np.ndarray:
     """Return integers or floats as Arrow holds them, [len(numbers)], without a copy; anything may lie under a null.
 
     Arrow's own `to_numpy` gives Python's lock away and asks for it again four times.
     """
-    dtype = np.dtype(numbers.type.to_pandas_dtype())
+    dtype = numpy_type(numbers.type)
     if not len(numbers):  # may have no buffer
         return np.empty(0, dtype)
     return np.frombuffer(numbers.buffers()[1], dtype, len(numbers), numbers.offset * dtype.itemsize)

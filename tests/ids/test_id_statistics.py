@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pyarrow as pa
 import pytest
+from launch import ROOT
 
 from recsys.ids import (
     HashMapping,
@@ -20,6 +21,7 @@ from recsys.ids import (
     hash_integers,
     statistics_bytes,
 )
+from recsys.ids.hashing import numpy_type
 
 
 def count(mapping: IdMapping, *columns: np.ndarray, statistics: IdStatistics | None = None) -> IdStatistics:
@@ -251,3 +253,11 @@ def test_states_without_anything_new_take_no_memory():
         total.add_state(passing.take_state())
     assert len(total._new) <= 5 and total.num_ids == 200 * 5
     assert total.state().tolist()[5:] == passing.state().tolist()[5:]
+
+
+def test_types_of_numpy_are_found_without_pandas() -> None:
+    """pyarrow 25, the last one for Python 3.10, imports it in `to_pandas_dtype`, whatever the type."""
+    for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"):
+        assert numpy_type(pa.type_for_alias(name)) == name
+    assert [numpy_type(dtype) for dtype in (pa.float16(), pa.float32(), pa.float64())] == ["f2", "f4", "f8"]
+    assert not [path for path in (ROOT / "recsys").rglob("*.py") if ".to_pandas" in path.read_text()]
