@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from recsys.errors import EchoError, UsageError, UserError, end_interrupted, end_run, flush_output
-from recsys.runtime.environment import is_first_rank, is_first_without_torchrun
+from recsys.errors import LAUNCHER_FILE, EchoError, UsageError, UserError, end_interrupted, end_run, flush_output
+from recsys.runtime.environment import is_first_rank
 
 
 class Parser(argparse.ArgumentParser):
@@ -146,14 +146,15 @@ def with_data(words: list[str]) -> list[str]:
 
 @contextmanager
 def told_by_first_rank() -> Iterator[None]:
-    """Let only the first rank report a mistake that every rank finds by itself; the others end as its echoes.
+    """Let only the first rank report a mistake that every rank finds by itself; torchrun's others end as its echoes.
 
-    Without torchrun, which tells of each of them, the first of a machine reports too: its files may be others.
+    Without torchrun, whose summary tells of each of them, every rank reports: it may be the only one to find it, as in
+    a file that is being written, and the others would wait for one that has ended without a word.
     """
     try:
         yield
     except UserError as error:
-        if is_first_rank() or is_first_without_torchrun():
+        if is_first_rank() or LAUNCHER_FILE not in os.environ:
             raise
         raise EchoError(*error.args) from error
 

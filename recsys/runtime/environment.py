@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from recsys.errors import LAUNCHER_FILE
 from recsys.runtime.launch import end_with_parent
 from recsys.runtime.versions import check_versions
 
@@ -45,11 +44,6 @@ def process_bytes(file: str, key: str, process: int | str = "self") -> int | Non
 def is_first_rank() -> bool:
     """Return whether this is the only process of the run, or the first as the launcher counts them."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def is_first_without_torchrun() -> bool:
-    """Return whether this is the first rank of its machine, and was not started by torchrun, which reports errors."""
-    return LAUNCHER_FILE not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def draws_on(stream: TextIO) -> bool:
