@@ -292,7 +292,9 @@ def base(folder: Path, seed: int, dice: random.Random) -> dict[str, Any]:
         config["data"] = labels(config["model"]["name"], dice)
         if dice.random() < 0.2:
             config["features"]["part"] = {"table": "part"}
-            config["tables"]["part"] = {"num_embeddings": 9, "embedding_dim": 8, "projected_dim": None}
+            other = next(iter(config["tables"].values()))  # whose width some models ask of all
+            dim = other.get("projected_dim") or other["embedding_dim"]
+            config["tables"]["part"] = {"num_embeddings": 9, "embedding_dim": dim, "projected_dim": None}
     # Of 150 rows or 300: the last batch may have a single one, or an epoch a single step.
     size = dice.choice([23, 23, 31, 31, 64, 64, 100, 149, 299, 500])
     config["data"] |= {"train": f"{folder}/train", "test": f"{folder}/test", "num_streams": dice.choice([1, 2, 8, 23])}
