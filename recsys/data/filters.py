@@ -9,7 +9,9 @@ left out, as one for which it is false. So `x != 5` leaves out the nulls of x; a
 """
 
 import ast
+import io
 import re
+import tokenize
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -65,6 +67,7 @@ def parse_filter(text: str) -> Condition:
         raise UserError(f"{KEY} is {text!r}, and must be an expression such as \"day >= '2026-11-01'\"")
     try:
         source = f"({text}\n)"
+        _refuse_comments(source)
         tree = ast.parse(source, mode="eval")
         return _Parser(source.encode().splitlines(), " ".join(text.split())).condition(tree.body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -72,6 +75,15 @@ def parse_filter(text: str) -> Condition:
         said = getattr(error, "msg", "it is nested too deeply").partition(". Perhaps")[0]
         why = _hint(text) or (f"{said}; {_ODD_NAMES}" if "invalid" in said else said)
         raise UserError(f"{KEY}: '{' '.join(text.split())}' cannot be understood ({why})") from error
+
+
+def _refuse_comments(source: str) -> None:
+    """Raise a SyntaxError for a `#` right behind something: of `a#b > 3`, Python reads `a` alone."""
+    with suppress(tokenize.TokenError):  # of what is no expression either
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            before = token.line[: token.start[1]]
+            if token.type == tokenize.COMMENT and before and not before[-1].isspace():
+                raise SyntaxError("invalid '#', which begins a comment")
 
 
 class _Parser:

@@ -18,7 +18,10 @@ def main(parser: Parser, arguments: Sequence[str]) -> int:
     """Carry out `recsys inspect`, whose arguments the parser gets here; return the exit status 0."""
     parser.add_argument("data", metavar="DATA", nargs="+", help="Parquet: directories, globs or files to train on")
     parser.add_argument(
-        "--valid", metavar="PATH", nargs="+", help="rows to evaluate on; default: DATA/valid, or the last tenth by time"
+        "--valid",
+        metavar="PATH",
+        nargs="+",
+        help="rows to evaluate on; default: the folder valid beside train, or the last tenth by time",
     )
     about = "column of 0 and 1, or a condition as of data.filter; default: the only column that can be it"
     parser.add_argument("--label", metavar="LABEL", help=about)
@@ -56,9 +59,11 @@ def main(parser: Parser, arguments: Sequence[str]) -> int:
 
 
 def _paths(data: Sequence[str], valid: Sequence[str] | None) -> dict[str, Sequence[str]]:
-    """Return the paths of data.train, data.valid and so on: folders of a folder, as `recsys prepare` writes them."""
+    """Return the paths of data.train, data.valid and so on: of a folder, or its `train`, as `recsys prepare` writes it,
+    the folders in it."""
     paths = {"train": data} | ({"valid": valid} if valid else {})
-    folder = os.path.join(data[0], "")
+    parent, name = os.path.split(data[0].rstrip("/"))
+    folder = os.path.join(parent if name == "train" else data[0], "")
     if len(data) > 1 or not os.path.isdir(f"{folder}train"):
         return paths
     below = {role: [folder + role] for role in ("train", "valid", "test", "items") if os.path.isdir(folder + role)}

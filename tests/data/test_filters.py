@@ -181,6 +181,7 @@ BAD = [
     ("a ==", "invalid syntax"),
     ("odd name > 3", "(invalid syntax; a column whose name is no plain word is col('odd name'))"),
     ("`odd name` > 3", "is col('odd name')"),
+    ("flag#b > 3", "(invalid '#', which begins a comment; a column whose name is no plain word is col('odd name'))"),
     ("price (€) > 3", "is col('odd name')"),
     ("'odd name' > 3", "and no column; a column whose name is no plain word is col('odd name')"),
     ("(a == 1", "never closed"),

@@ -157,6 +157,8 @@ def test_folders_that_prepare_writes_are_taken_as_they_are(tmp_path: Path) -> No
         pq.write_table(pa.table(log).select(columns), tmp_path / "shop" / name / "a.parquet")
     found = inspect(tmp_path, str(tmp_path / "shop"))
     assert found["data"] == {role: str(tmp_path / "shop" / role) for role in ("train", "valid", "items")}
+    (tmp_path / "my.yaml").unlink()
+    assert inspect(tmp_path, f"{tmp_path}/shop/train/") == found  # its neighbours go with it
     model = found["model"]
     assert model["name"] == "two_tower" and model["item_id"] == "item"
     assert (model["user_features"], model["item_features"]) == (["user", "history"], ["item", "kind"])
