@@ -8,6 +8,14 @@ from recsys.config.choices import RowCode
 from recsys.tables.bytes import WEIGHT_BYTES
 
 _BITS = {RowCode.INT4: 4, RowCode.INT2: 2}
+_DECODE = "fbgemm::FusedNBitRowwiseQuantizedSBHalfToFloat"
+
+if not torch._C._dispatch_has_kernel_for_dispatch_key(_DECODE, "Meta"):
+
+    @torch.library.impl(_DECODE, "Meta")
+    def _(codes: torch.Tensor, bits: int) -> torch.Tensor:
+        """Shape of the decoded rows, by which a step is rehearsed; FBGEMM 1.6 has none for its operator."""
+        return codes.new_empty(len(codes), (codes.shape[1] - 4) * 8 // bits, dtype=torch.float32)
 
 
 def encode_rows(rows: torch.Tensor, code: RowCode) -> torch.Tensor:
