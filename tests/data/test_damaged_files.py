@@ -13,10 +13,9 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
-from parquet_files import open_columns
+from parquet_files import open_columns, read_all
 
 from recsys.config import DataConfig
-from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.parquet import read_column, read_head
 from recsys.data.storage import BadDataError
@@ -29,10 +28,6 @@ USERS = pa.table({"user": list(range(100)), "name": [f"n{i % 7}" for i in range(
 def write(path: Path, table: pa.Table | dict = USERS, **options) -> Path:
     pq.write_table(pa.table(table), path, **{"write_page_checksum": True, "row_group_size": 50, **options})
     return path
-
-
-def read_all(dataset: Dataset) -> pa.Table:
-    return pa.concat_tables(SegmentReader(dataset).tables(), promote_options="permissive")
 
 
 def refusal(action, kind: type[UserError] = UserError) -> UserError:

@@ -9,10 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 import pytest
-from parquet_files import open_columns
+from parquet_files import open_columns, read_all
 
-from recsys.data.dataset import Dataset
-from recsys.data.decode import SegmentReader
 from recsys.data.footers import footer_of
 from recsys.data.parquet import read_column, read_head
 from recsys.data.storage import BadDataError
@@ -53,10 +51,6 @@ OPTIONS = {
     },
     "small dictionary": {"dictionary_pagesize_limit": 16, "data_page_size": 64, "write_batch_size": 8},
 }
-
-
-def read_all(dataset: Dataset) -> pa.Table:
-    return pa.concat_tables(SegmentReader(dataset).tables(), promote_options="permissive")
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys.data.dataset import Dataset
+from recsys.data.decode import SegmentReader
 from recsys.data.parquet import open_dataset
 
 
@@ -23,3 +24,8 @@ def write(
 def open_columns(path: object, *columns: str, **options: Any) -> Dataset:
     """Open columns of a file or folder, by default the one of `write`; `options` are those of `open_dataset`."""
     return open_dataset("data.train", str(path), dict.fromkeys(columns or ("user",), "key"), **options)
+
+
+def read_all(dataset: Dataset) -> pa.Table:
+    """Return all rows of a data set, as a loader reads them."""
+    return pa.concat_tables(SegmentReader(dataset).tables(), promote_options="permissive")
