@@ -21,6 +21,7 @@ from recsys.training import taught
 
 COLUMNS = "user_id,item_id,history,category,device,hour,price,label,weight"
 SETTINGS = ("train.log_every_steps=1", "data.window_mib=1", "data.valid=null", "data.test=null", "train.max_steps=12")
+ALONE: Any = SimpleNamespace(from_rank_zero=lambda action: action())  # a group of one rank
 
 
 def train(run_dir: Path, *overrides: str, nproc: int = 1) -> list[float]:
@@ -124,11 +125,10 @@ def test_scores_of_another_teacher_are_told_with_the_key_of_their_folder(
     """As of one that was trained anew in the same run directory."""
     refusal = UserError("'runs/t/scores' holds what something else gave (other checkpoint); name another folder")
     monkeypatch.setattr(taught, "run_command", lambda *_, **__: refusal)
-    world: Any = SimpleNamespace(from_rank_zero=lambda action: action())
     for given, folder in (([], "runs/t/scores"), ([f"train.distill.scores={tmp_path}"], str(tmp_path))):
         config = load_config("configs/dlrm_sample.yaml", ["train.distill.teacher=runs/t", *given])
         with pytest.raises(UserError) as caught:
-            taught.with_scores(config, world)
+            taught.with_scores(config, ALONE)
         first, second = caught.value.args
         assert first == f"config key 'train.distill.teacher': recsys predict failed: {refusal}"
         assert f"'{folder}'" in second and "'train.distill.scores'" in second
@@ -148,8 +148,7 @@ def test_a_student_has_the_columns_of_its_filter(
 ) -> None:
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(taught, "run_command", lambda *words, **_: commands.append(words))
-    world: Any = SimpleNamespace(from_rank_zero=lambda action: action())
-    taught.with_scores(load_config("configs/dlrm_sample.yaml", ["train.distill.teacher=runs/t", *changes]), world)
+    taught.with_scores(load_config("configs/dlrm_sample.yaml", ["train.distill.teacher=runs/t", *changes]), ALONE)
     kept = commands[0][commands[0].index("--keep") + 1].split(",")
     assert sorted(kept) == sorted({*COLUMNS.split(","), *more})
 
@@ -160,17 +159,16 @@ def test_a_class_that_the_student_has_is_trusted_in_its_teacher(
     """Of another class, which only the run directory names, no code is executed."""
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(taught, "run_command", lambda *words, **_: commands.append(words))
-    world: Any = SimpleNamespace(from_rank_zero=lambda action: action())
     for name in ("dlrm", "dcn"):
         (tmp_path / "config.yaml").write_text(f"model: {{name: {name}}}")
-        taught.with_scores(load_config("configs/dlrm_sample.yaml", [f"train.distill.teacher={tmp_path}"]), world)
+        taught.with_scores(load_config("configs/dlrm_sample.yaml", [f"train.distill.teacher={tmp_path}"]), ALONE)
     assert ["--trust-code" in words for words in commands] == [True, False]
     (tmp_path / "config.yaml").write_text("model: {name: my_models.FM}")
     with pytest.raises(
         UserError,
         match=r"`recsys predict .* --trust-code` and train with data.train=.*/scores train.distill.teacher=null",
     ):
-        taught.with_scores(load_config("configs/dlrm_sample.yaml", [f"train.distill.teacher={tmp_path}"]), world)
+        taught.with_scores(load_config("configs/dlrm_sample.yaml", [f"train.distill.teacher={tmp_path}"]), ALONE)
 
 
 def test_runs_that_begin_at_once_wait_for_the_scores_of_the_first(
@@ -192,10 +190,9 @@ def test_runs_that_begin_at_once_wait_for_the_scores_of_the_first(
 
     monkeypatch.setattr(taught, "run_command", predict)
     monkeypatch.setattr(taught, "_POLL_S", 0.01)
-    world: Any = SimpleNamespace(from_rank_zero=lambda action: action())
     config = load_config("configs/dlrm_sample.yaml", [f"train.distill={{teacher: runs/t, scores: {tmp_path}}}"])
     with ThreadPoolExecutor(4) as pool:
-        configs = list(pool.map(lambda _: taught.with_scores(config, world), range(4)))
+        configs = list(pool.map(lambda _: taught.with_scores(config, ALONE), range(4)))
     assert len(done) == 4 and {str(config.data.train) for config in configs} == {str(tmp_path)}
 
 

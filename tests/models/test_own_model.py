@@ -209,11 +209,8 @@ class PartlyUsed(Own):
 
 
 @pytest.mark.parametrize("ranks", ["one", "several CPUs", "several GPUs"])
-def test_weights_that_a_step_does_not_use_have_gradients_of_0(
-    ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_a_step_does_not_use_have_gradients_of_0(ranks: str, tmp_path: Path) -> None:
     """Without, one rank would not decay them; DistributedDataParallel waits for all, and then refuses the next step."""
-    monkeypatch.setattr(Own, "layer", PartlyUsed.layer, raising=False)
     config = load_config(config_of_own(tmp_path), [f"model.name={__name__}.PartlyUsed"])
     with open_world(Device.cpu, 1):
         dense = build_dense_half(config, lambda: (torch.zeros(0), 0))
@@ -268,11 +265,8 @@ class UsedByFirstRows(Own):
         return layers(rows).sum(1)
 
 
-def test_weights_that_only_the_first_micro_batch_uses_keep_its_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_only_the_first_micro_batch_uses_keep_its_gradients(tmp_path: Path) -> None:
     """DistributedDataParallel waits for gradients of all weights in the last one."""
-    monkeypatch.setattr(Own, "layer", UsedByFirstRows.layer, raising=False)
     config = load_config(config_of_own(tmp_path), [f"model.name={__name__}.UsedByFirstRows"])
     with open_world(Device.cpu, 1):
         by_order = {}
@@ -308,7 +302,6 @@ def test_gpus_sort_their_buckets_before_any_loss(
     bounds: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is an exchange. Of ranks with a micro-batch and with several, some would else be in that of a loss then."""
-    monkeypatch.setattr(Own, "layer", OfAllRows.layer, raising=False)
     config = load_config(config_of_own(tmp_path), [f"model.name={__name__}.OfAllRows"])
     with open_world(Device.cpu, 1):
         dense = build_dense_half(config, lambda: (torch.zeros(0), 0))
@@ -341,10 +334,7 @@ class PicksRows(Own):
 
 
 @pytest.mark.parametrize(("model", "asked"), [("PicksRows", "aten.nonzero"), ("UsedByFirstRows", "aten._local_scalar")])
-def test_a_model_that_goes_by_its_numbers_is_refused(
-    model: str, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Own, "layer", PicksRows.layer, raising=False)
+def test_a_model_that_goes_by_its_numbers_is_refused(model: str, asked: str, tmp_path: Path) -> None:
     config = load_config(config_of_own(tmp_path), [f"model.name={__name__}.{model}"])
     with pytest.raises(
         UserError, match=rf"'model\.name': the model goes by what its numbers are \({asked}.*torch\.where"
