@@ -11,7 +11,7 @@ import pytest
 import torch
 from batches import batch_of
 from launch import evaluate, must_train
-from retrieval import NUM_ITEMS, NUM_USERS, Trained, train, write_retrieval
+from retrieval import NUM_ITEMS, NUM_USERS, Trained, assert_learns_alike, train, write_retrieval
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.checkpoint.state import Marker
@@ -54,15 +54,11 @@ SAMPLED = "model.sampled_negatives=32", "model.sampling_power=0.5", "model.item_
 
 @pytest.mark.slow
 def test_items_that_are_drawn_are_the_same_on_any_ranks_and_after_a_stop(config: Path, tmp_path: Path) -> None:
-    alone, losses = train(config, tmp_path / "1", *SAMPLED)
-    metrics, of_ranks = train(config, tmp_path / "3", *SAMPLED, nproc=3)  # 10, 11 and 11 of them, and dropout
-    torch.testing.assert_close(of_ranks, losses, rtol=0, atol=1e-5)
-    torch.testing.assert_close(metrics, alone, rtol=0, atol=1e-6)
-    pieces, again = train(config, tmp_path / "pieces", *SAMPLED, "train.micro_batch_size=19")
-    torch.testing.assert_close(again, losses, rtol=0, atol=1e-5)
-    torch.testing.assert_close(pieces, alone, rtol=0, atol=1e-6)
+    alone = Trained(tmp_path / "1", *train(config, tmp_path / "1", *SAMPLED))
+    assert_learns_alike(config, tmp_path / "3", alone, *SAMPLED, nproc=3)  # 10, 11 and 11 of them, and dropout
+    assert_learns_alike(config, tmp_path / "pieces", alone, *SAMPLED, "train.micro_batch_size=19", nproc=1)
     train(config, tmp_path / "stopped", *SAMPLED, "train.max_steps=13")
-    assert train(config, tmp_path / "stopped", *SAMPLED, "run.resume=true") == (alone, losses)
+    assert train(config, tmp_path / "stopped", *SAMPLED, "run.resume=true") == (alone.metrics, alone.losses)
 
 
 def test_items_are_drawn_by_their_counts(config: Path) -> None:
@@ -261,8 +257,6 @@ def test_losses_that_do_not_fit_get_a_sentence(config: Path, overrides: list[str
 @pytest.mark.slow
 def test_pairs_learn_the_same_on_any_ranks(config: Path, tmp_path: Path) -> None:
     settings = "model.loss=bpr", "model.logq_correction=false", "train.epochs=6"
-    alone, losses = train(config, tmp_path / "1", *settings)
-    metrics, of_ranks = train(config, tmp_path / "3", *settings, nproc=3)
-    torch.testing.assert_close(of_ranks, losses, rtol=0, atol=1e-5)
-    torch.testing.assert_close(metrics, alone, rtol=0, atol=1e-6)
-    assert losses[-1] < losses[0] and alone["recall@10"] > 0.4, "at random .22"
+    alone = Trained(tmp_path / "1", *train(config, tmp_path / "1", *settings))
+    assert_learns_alike(config, tmp_path / "3", alone, *settings, nproc=3)
+    assert alone.losses[-1] < alone.losses[0] and alone.metrics["recall@10"] > 0.4, "at random .22"
