@@ -56,8 +56,8 @@ def train(run_dir: Path, where: tuple[int, str], optimizer: str, *options: str) 
     return must_train(CONFIG, f"run.dir={run_dir}", *arguments, nproc=where[0]).stdout
 
 
-def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if k not in ("kind", "time")} for record in records_of(run_dir, kind)]
+def evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if k not in ("kind", "time")} for record in records_of(run_dir, "valid")]
 
 
 def go_on(run_dir: Path, where: tuple[int, str], optimizer: str) -> str:
@@ -100,18 +100,18 @@ def test_saved_here_loaded_there(world_size: int, kind: str, optimizer: str, tmp
     there = tmp_path / "there"
     said = train(there, where, optimizer, f"train.max_steps={SAVED}")
     assert ("is approximate in the checkpoint" in said) == approximate
-    (before,) = lines(there, "valid")
+    (before,) = evaluations(there)
     said = go_on(there, CANONICAL, optimizer)
     assert ("is approximate: row-wise" in said) == approximate
-    after = lines(there, "valid")[0]  # in its place
+    after = evaluations(there)[0]  # in its place
     assert before["step"] == after["step"] == SAVED and f"valid at step {SAVED}: " in said
     assert_close(after, before, 1e-6)
 
     here = tmp_path / "here"
     shutil.copytree(whole / "saved", here)
     go_on(here, where, optimizer)
-    assert_close(lines(here, "valid")[0], lines(whole / "resumed", "valid")[0], 1e-6)
+    assert_close(evaluations(here)[0], evaluations(whole / "resumed")[0], 1e-6)
     if not approximate:
         assert_close(losses_of(there), losses_of(whole / "whole"), 1e-5)
         assert_close(losses_of(here), losses_of(whole / "whole"), 1e-5)
-        assert_close(lines(here, "valid"), lines(whole / "resumed", "valid"), 1e-5)
+        assert_close(evaluations(here), evaluations(whole / "resumed"), 1e-5)

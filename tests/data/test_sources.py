@@ -19,9 +19,9 @@ from recsys.data.sources import find_files
 from recsys.data.storage import BadDataError, Storage, partition_keys
 
 
-def find(paths, folder: Path, key: str = "data.train") -> list[str]:
+def find(paths, folder: Path) -> list[str]:
     """Return the names found, relative to a folder."""
-    return [os.path.relpath(name, folder) for name in find_files(key, paths).names]
+    return [os.path.relpath(name, folder) for name in find_files("data.train", paths).names]
 
 
 # Local files

@@ -13,11 +13,11 @@ from recsys.models.metrics import RetrievalEvaluator
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 
-def some_rows(loss: LabelLoss, num_rows: int = 60) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def some_rows(loss: LabelLoss) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     generator = np.random.default_rng(3)
-    labels = generator.integers(0, 2, num_rows).astype(float) if loss is LabelLoss.binary else generator.normal(size=60)
+    labels = generator.integers(0, 2, 60).astype(float) if loss is LabelLoss.binary else generator.normal(size=60)
     outputs = np.round(generator.normal(labels, 2), 1)  # with ties
-    return labels, outputs, generator.choice([0.5, 1.0, 3.0], num_rows)
+    return labels, outputs, generator.choice([0.5, 1.0, 3.0], 60)
 
 
 @pytest.mark.parametrize("loss", LabelLoss)

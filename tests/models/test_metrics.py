@@ -207,9 +207,9 @@ class User:
     weight: float
 
 
-def some_users(count: int, num_items: int, seed: int = 0) -> list[User]:
+def some_users(count: int, num_items: int) -> list[User]:
     """Among them users without targets, of weight 0, with unknown items (-1), and who have seen nearly all."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
 
     def items(most: int) -> list[int]:
         some = generator.permutation(num_items)[: generator.integers(0, most + 1)].tolist()
