@@ -43,8 +43,7 @@ def open_dataset(
     Args:
         key: config key of `paths`, for messages. paths: directory, glob, file, URI, or a list of these: `find_files`.
         columns: needed column → config key that asks for it. max_rows: use so many of those that match, the first.
-        filter: expression that rows must match; see `parse_filter`.
-        options: section `data` of a config, for how to read alone.
+        filter: expression that rows must match; see `parse_filter`. options: section `data`, for how to read alone.
         cache: file that keeps what footers say and counts, for a resumed run to read only files that have changed.
         like: columns of the data that these go with: a partition key that is text there is so here.
 

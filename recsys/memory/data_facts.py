@@ -51,12 +51,12 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
     sizes = {role: -(-dataset.num_rows // world_size) for role, dataset in inputs.datasets.items()}
     train_rows = sizes.pop("train")
     roles = sizes if {"valid", "test"} & sizes.keys() else {}  # a corpus alone is not evaluated
-    held, largest, are_all = _held_rows(inputs, "train")
     # Beside the windows of the training data there are some that evaluate, and keep their memory for the next time.
-    others = {role: _held_rows(inputs, role) for role in roles}
+    by_role = {role: _held_rows(inputs, role) for role in ("train", *roles)}
+    held, largest, are_all = by_role["train"]
     samples = {role: Sample(inputs, role) for role in roles}
     samples["train"] = sample
-    of_evaluation = max((samples[role].row_bytes * rows for role, (rows, *_) in others.items()), default=0)
+    of_evaluation = max((samples[role].row_bytes * by_role[role][0] for role in roles), default=0)
     distinct = dict(zip(sample.names, sample.distinct_ids(train_rows), strict=True))
     vocabularies, counted, texts = _vocabularies(config, inputs, distinct, sample.text_bytes())
     return DataFacts(
@@ -65,9 +65,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         id_bytes=inputs.spec("train").dtype.itemsize,
         window_bytes=int(sample.window_bytes(held, 0 if are_all and config.train.epochs == 1 else largest)),
         eval_window_bytes=int(of_evaluation),
-        decoding=_decoding_by_rank(
-            inputs, samples, {"train": largest, **{r: rows for r, (_, rows, _) in others.items()}}
-        ),
+        decoding=_decoding_by_rank(inputs, samples, {role: rows for role, (_, rows, _) in by_role.items()}),
         eval_rows=roles,
         source=sample.source,
         vocabulary_bytes=vocabularies + _drawn_bytes(inputs),

@@ -18,6 +18,7 @@ from recsys.data.pool import Fence
 from recsys.memory.facts import DataFacts
 from recsys.step.build import build_step
 from recsys.step.step import TrainStep
+from recsys.tables.row_codes import add_missing_shapes
 
 
 @contextmanager
@@ -25,6 +26,7 @@ def fake_tensors() -> Iterator[None]:
     """Make tensors without memory, and leave random generators as they were, so that training draws the same."""
     # A model of one's own may draw of Python and NumPy, and torch numbers its fakes of collectives at random.
     python, numpy = random.getstate(), np.random.get_state()
+    add_missing_shapes()
     # --debug looks for values that are not finite, and fake tensors have none.
     with torch.random.fork_rng(devices=[]), torch.autograd.set_detect_anomaly(False), FakeTensorMode():
         try:

@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from recsys.errors import LAUNCHER_FILE, EchoError, UsageError, UserError, end_interrupted, end_run, flush_output
-from recsys.runtime.environment import is_first_rank
+from recsys.errors import EchoError, UsageError, UserError, end_interrupted, end_run, flush_output
+from recsys.runtime.environment import is_below_torchrun, is_first_rank
 
 
 class Parser(argparse.ArgumentParser):
@@ -154,7 +154,7 @@ def told_by_first_rank() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if is_first_rank() or LAUNCHER_FILE not in os.environ:
+        if is_first_rank() or not is_below_torchrun():
             raise
         raise EchoError(*error.args) from error
 

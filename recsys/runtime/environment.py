@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from recsys.errors import LAUNCHER_FILE
 from recsys.runtime.launch import end_with_parent
 from recsys.runtime.versions import check_versions
 
@@ -44,6 +45,11 @@ def process_bytes(file: str, key: str, process: int | str = "self") -> int | Non
 def is_first_rank() -> bool:
     """Return whether this is the only process of the run, or the first as the launcher counts them."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def is_below_torchrun() -> bool:
+    """Return whether torchrun has started this process, whose summary tells how each of its ranks has ended."""
+    return LAUNCHER_FILE in os.environ
 
 
 def draws_on(stream: TextIO) -> bool:

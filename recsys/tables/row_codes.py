@@ -1,5 +1,7 @@
 """Vectors quantised row by row, by FBGEMM's kernels: the codes of a row, then its scale and bias."""
 
+from functools import cache
+
 import fbgemm_gpu  # noqa: F401  (its operators)
 import torch
 
@@ -10,12 +12,16 @@ from recsys.tables.bytes import WEIGHT_BYTES
 _BITS = {RowCode.INT4: 4, RowCode.INT2: 2}
 _DECODE = "fbgemm::FusedNBitRowwiseQuantizedSBHalfToFloat"
 
-if not torch._C._dispatch_has_kernel_for_dispatch_key(_DECODE, "Meta"):
 
-    @torch.library.impl(_DECODE, "Meta")
-    def _(codes: torch.Tensor, bits: int) -> torch.Tensor:
-        """Shape of the decoded rows, by which a step is rehearsed; FBGEMM 1.6 has none for its operator."""
-        return codes.new_empty(len(codes), (codes.shape[1] - 4) * 8 // bits, dtype=torch.float32)
+@cache
+def add_missing_shapes() -> None:
+    """Tell torch the shape of decoded rows, by which a step is rehearsed, where FBGEMM does not, as of version 1.6."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(_DECODE, "Meta"):
+        torch.library.impl(_DECODE, "Meta")(_decoded_shape)
+
+
+def _decoded_shape(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    return codes.new_empty(len(codes), (codes.shape[1] - 4) * 8 // bits, dtype=torch.float32)
 
 
 def encode_rows(rows: torch.Tensor, code: RowCode) -> torch.Tensor:
