@@ -84,14 +84,16 @@ def _columns(kind: pa.DataType, name: str) -> Iterator[tuple[str, pa.DataType]]:
         yield name, kind  # of dictionaries, pyarrow reads no other encoding than theirs and plain
 
 
-def alike(array: pa.Array, dice: random.Random, views: bool = True) -> pa.Array:
+def alike(array: pa.Array, dice: random.Random, floats: bool, views: bool = True) -> pa.Array:
     """Return an array of the same values and perhaps of another type, which goes with that one in other files.
 
     Args:
-        views: whether that may be a view, which pyarrow does not write out of a struct that is null somewhere.
+        floats: whether integers may be floats. views: whether that may be a view, which pyarrow does not write out of a
+            struct that is null somewhere.
     """
     if pa.types.is_struct(array.type):
-        fields = {field.name: alike(part, dice, False) for field, part in zip(array.type, array.flatten(), strict=True)}
+        parts = zip(array.type, array.flatten(), strict=True)
+        fields = {field.name: alike(part, dice, floats, False) for field, part in parts}
         names = dice.sample([*fields], len(fields))
         return pa.StructArray.from_arrays([fields[name] for name in names], names, mask=array.is_null())
     if array.null_count == len(array) and dice.random() < 0.5:
@@ -100,7 +102,7 @@ def alike(array: pa.Array, dice: random.Random, views: bool = True) -> pa.Array:
     for kind in dice.sample(kinds, min(4, len(kinds))):
         try:
             changed = array.cast(kind)
-            is_same = changed.cast(array.type).equals(array) and (kind != pa.float64() or _fits_float(array))
+            is_same = changed.cast(array.type).equals(array) and (floats or "double" not in str(kind))
         except _NOT_WRITTEN:
             continue
         if is_same:
@@ -117,18 +119,26 @@ def _kinds(kind: pa.DataType) -> list[pa.DataType]:
 
 
 def _fits_float(array: pa.Array) -> bool:
-    """Whether a float tells these numbers apart as ids, and so may hold them."""
-    most = pc.max(pc.abs(array.cast(pa.float64()))).as_py()
-    return pa.types.is_floating(array.type) or most is None or most < 2**53
+    """Whether a float tells these numbers, if they are some, apart as ids, and so may hold them."""
+    if pa.types.is_nested(array.type):
+        parts = array.flatten()
+        return all(map(_fits_float, parts)) if isinstance(parts, list) else _fits_float(parts)
+    if not (pa.types.is_integer(array.type) or pa.types.is_decimal(array.type)):
+        return True
+    most = pc.max(pc.abs(array.cast(pa.float64(), safe=False))).as_py()
+    return most is None or most < 2**53
 
 
 def rewrite(source: Path, out: Path, dice: random.Random) -> None:
     """Write the rows of a folder's files in other types and ways; the row groups stay as they are."""
-    for path in sorted(source.rglob("*.parquet")):
-        file = pq.ParquetFile(path)
+    files = {path: pq.ParquetFile(path) for path in sorted(source.rglob("*.parquet"))}
+    large = set()  # columns of ids that a float does not hold in one of the files, and so in none
+    for rows in (file.read() for file in files.values()):
+        large |= {name for name in rows.column_names if not all(map(_fits_float, rows[name].chunks))}
+    for path, file in files.items():
         groups = [file.read_row_group(number) for number in range(file.num_row_groups)]
         rows = pa.concat_tables(groups) if groups else file.schema_arrow.empty_table()
-        columns = {name: alike(_joined(rows[name]), dice) for name in rows.column_names}
+        columns = {name: alike(_joined(rows[name]), dice, name not in large) for name in rows.column_names}
         columns["junk"] = pa.array([{"a": [1, 2]}] * len(rows), pa.struct([("a", pa.list_(pa.int8()))]))
         names = dice.sample([*columns], len(columns))
         write(out / path.relative_to(source), pa.table({n: columns[n] for n in names}), [*map(len, groups)], dice)
