@@ -75,6 +75,7 @@ class Drawn:
         for number in range(self.dice.integers(0, 4)):
             self._float_feature(f"float_{number}")
         some = [name for name in self.features if name != "item" and self._chance(0.4)]
+        some = some[1:] if len(some) == len(self.features) - towers else some  # users have a feature
         self.sides = [[name for name in self.features if name not in ("item", *some)], ["item", *some]]
         for name in list(self.tables) if self._chance(0.5) else ():
             self._narrow_or_expert(name)

@@ -132,16 +132,15 @@ def _fits_float(array: pa.Array) -> bool:
 def rewrite(source: Path, out: Path, dice: random.Random) -> None:
     """Write the rows of a folder's files in other types and ways; the row groups stay as they are."""
     files = {path: pq.ParquetFile(path) for path in sorted(source.rglob("*.parquet"))}
-    large = set()  # columns of ids that a float does not hold in one of the files, and so in none
-    for rows in (file.read() for file in files.values()):
-        large |= {name for name in rows.column_names if not all(map(_fits_float, rows[name].chunks))}
-    for path, file in files.items():
-        groups = [file.read_row_group(number) for number in range(file.num_row_groups)]
-        rows = pa.concat_tables(groups) if groups else file.schema_arrow.empty_table()
-        columns = {name: alike(_joined(rows[name]), dice, name not in large) for name in rows.column_names}
-        columns["junk"] = pa.array([{"a": [1, 2]}] * len(rows), pa.struct([("a", pa.list_(pa.int8()))]))
-        names = dice.sample([*columns], len(columns))
-        write(out / path.relative_to(source), pa.table({n: columns[n] for n in names}), [*map(len, groups)], dice)
+    tables = {path: [file.read_row_group(n) for n in range(file.num_row_groups)] for path, file in files.items()}
+    columns = [(name, rows[name]) for groups in tables.values() for rows in groups for name in rows.column_names]
+    large = {name for name, column in columns if not all(map(_fits_float, column.chunks))}  # then in no file
+    for path, groups in tables.items():
+        rows = pa.concat_tables(groups) if groups else files[path].schema_arrow.empty_table()
+        others = {name: alike(_joined(rows[name]), dice, name not in large) for name in rows.column_names}
+        others["junk"] = pa.array([{"a": [1, 2]}] * len(rows), pa.struct([("a", pa.list_(pa.int8()))]))
+        names = dice.sample([*others], len(others))
+        write(out / path.relative_to(source), pa.table({n: others[n] for n in names}), [*map(len, groups)], dice)
 
 
 def _joined(column: pa.ChunkedArray) -> pa.Array:
