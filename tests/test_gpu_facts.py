@@ -95,7 +95,7 @@ def test_the_history_of_allocations_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(run, "open_world", lambda *_: OnGPU())
+    monkeypatch.setattr(run, "open_run_world", lambda *_: OnGPU())
     monkeypatch.setattr(run, "Timeline", lambda *_: None)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
     with pytest.raises(Asked):

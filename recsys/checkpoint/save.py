@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +28,7 @@ from recsys.runtime.checkpoint_folders import list_checkpoints
 from recsys.runtime.files import replace_file, sync
 from recsys.runtime.logs import logger
 from recsys.runtime.versions import installed_versions
-from recsys.runtime.world import DEFAULT_TIMEOUT_S, World
+from recsys.runtime.world import World
 
 T = TypeVar("T")
 
@@ -46,7 +45,6 @@ class Checkpoints:
         keep: how many of the newest stay; the best one of early stopping stays besides.
         documents: files that are copied into each (config, plan).
         background: write a copy in host memory while training goes on.
-        wait_s: for how many seconds ranks wait there for the one that writes longest.
         meaning, facts: as of `Marker`.
     """
 
@@ -57,7 +55,6 @@ class Checkpoints:
         keep: int,
         documents: Sequence[Path] = (),
         background: bool = False,
-        wait_s: float = DEFAULT_TIMEOUT_S,
         meaning: dict[str, Any] | None = None,
         facts: dict[str, tuple[int, str]] | None = None,
     ) -> None:
@@ -71,7 +68,7 @@ class Checkpoints:
         self._writing_world = world
         if background:
             # A process group of its own, because collectives of two threads on one group would be mixed up.
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
+            group = dist.new_group(backend="gloo", timeout=world.timeout)
             assert group is not None
             self._writing_world = replace(world, host_group=group)
             self._thread = ThreadPoolExecutor(1, "checkpoint")

@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.errors import UserError
-from recsys.ids import hash_uniform
-from recsys.ids.hashing import numpy_type
+from recsys.ids import hash_uniform, numpy_type
 from recsys.runtime.counter_random import make_key
 
 KEY = "config key 'data.filter'"

@@ -12,6 +12,7 @@ from recsys.ids.hashing import (
     hash_uniform,
     is_number,
     is_text,
+    numpy_type,
     numpy_view,
     raw_times,
     read_keys,

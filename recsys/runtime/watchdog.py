@@ -13,13 +13,15 @@ import socket
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import IO
 
+from recsys.config.schema import RunConfig
 from recsys.errors import LostPeerError, StuckError, end_run
-from recsys.runtime.world import DEFAULT_TIMEOUT_S, FAILURE_KEY, World, announce
+from recsys.runtime.world import DEFAULT_TIMEOUT_S, FAILURE_KEY, World, announce, open_world
 
 _KEY = "watchdog"
 _FAILURE_GRACE_S = 10.0  # within which a rank notices by itself that another has failed
@@ -27,9 +29,12 @@ _LEAD_S = 120.0  # a stuck rank is named before collectives time out
 _LAST_RESORT_S = 20.0  # for an orderly end, before the process ends without one
 
 
-def wait_s(stuck_after_s: float) -> float:
-    """Return for how many seconds collectives wait for a rank that may make no progress for `stuck_after_s`."""
-    return max(DEFAULT_TIMEOUT_S, stuck_after_s + _LEAD_S)
+def open_run_world(run: RunConfig) -> AbstractContextManager[World]:
+    """Open the world as section `run` of a config says; see `open_world`.
+
+    Collectives wait for a rank longer than it may make no progress, so that a stuck one is named.
+    """
+    return open_world(run.device, run.num_threads, max(DEFAULT_TIMEOUT_S, run.stuck_after_s + _LEAD_S))
 
 
 @dataclass

@@ -46,6 +46,7 @@ class World:
         host_group: gloo group over all ranks, for objects and tensors in host memory.
         store: keys and values that all ranks see, for this start of the ranks; a thread takes a `clone()`.
         launch_store: the same, but torchrun keeps it when it starts the ranks again.
+        timeout: how long a collective waits for the other ranks.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class World:
     host_group: dist.ProcessGroup
     store: dist.Store
     launch_store: dist.Store
+    timeout: timedelta
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -210,7 +212,7 @@ def open_world(
     host_group = dist.group.WORLD if torch_device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
     assert host_group is not None
     sizes = dist.get_rank(), dist.get_world_size(), local_world_size
-    world = World(*sizes, torch_device, host_group, store, launch_store)
+    world = World(*sizes, torch_device, host_group, store, launch_store, timeout)
     if torch_device.type == "cuda":
         keep_freed_memory()
         _check_own_gpu(world)
@@ -244,7 +246,7 @@ def rehearse_world(world_size: int, local_world_size: int, device: torch.device)
         group = dist.group.WORLD
         assert group is not None and dist.get_world_size() == world_size
         store = dist.HashStore()
-        yield World(0, world_size, local_world_size, device, group, store, store)
+        yield World(0, world_size, local_world_size, device, group, store, store, timedelta(seconds=DEFAULT_TIMEOUT_S))
     finally:
         if opened:
             dist.destroy_process_group()

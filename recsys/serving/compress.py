@@ -25,8 +25,8 @@ from recsys.config.experts import deciding_tables
 from recsys.errors import UserError, nearest
 from recsys.runtime.logs import logger, quiet_libraries, start_logging
 from recsys.runtime.run_lock import output_lock
-from recsys.runtime.watchdog import wait_s
-from recsys.runtime.world import World, open_world
+from recsys.runtime.watchdog import open_run_world
+from recsys.runtime.world import World
 from recsys.serving.accepted import CodeMove, accepted_moves, cheapest_first, most_accepted
 from recsys.serving.compressed_run import begin_folder, finish_folder, write_run
 from recsys.serving.compression_report import Stage, write_report
@@ -99,8 +99,7 @@ def compress(run: Finished, trained: Config, out: Path, request: Request) -> int
         UserError: the request or the data do not fit the model, or the folder is not empty.
     """
     quiet_libraries()
-    settings, timeout_s = run.config.run, wait_s(run.config.run.stuck_after_s)
-    with open_world(settings.device, settings.num_threads, timeout_s) as world, output_lock() as lock:
+    with open_run_world(run.config.run) as world, output_lock() as lock:
         world.agree(lambda: request.check(run, world.world_size))
         world.from_rank_zero(lambda: begin_folder(out, lock))
         start_logging(out / "logs", world.rank)

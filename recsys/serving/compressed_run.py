@@ -93,9 +93,8 @@ def narrow_tables(out: Path, config: Config, widths: Mapping[str, int]) -> None:
     [path] = (out / "checkpoints").glob("step-*")
     marker = Marker.read(path)
     before = dict(_read(path, marker))
-    after = {
-        name: tensor for name, tensor in before.items() if owner_of(name) not in {TABLES + table for table in widths}
-    }
+    narrowed = {TABLES + table for table in widths}
+    after = {name: tensor for name, tensor in before.items() if owner_of(name) not in narrowed}
     for table, width in widths.items():
         rows, matrix = before[TABLES + table], f"{DENSE}{PROJECTIONS}.{table}.weight"
         vectors = rows.double()

@@ -22,8 +22,8 @@ from recsys.errors import UserError, nearest
 from recsys.ids import IdMapping, build_mapping
 from recsys.runtime.logs import quiet_libraries, start_logging
 from recsys.runtime.run_lock import output_lock
-from recsys.runtime.watchdog import wait_s
-from recsys.runtime.world import World, open_world
+from recsys.runtime.watchdog import open_run_world
+from recsys.runtime.world import World
 from recsys.serving.finished import Finished, OpenRun
 from recsys.serving.index import build_index, faiss
 from recsys.serving.parts import BLOCK_ROWS, Parts
@@ -78,9 +78,7 @@ def embeddings(
 
 def _write_table(run: Finished, table: str, out: Path, data: str | list[str] | None) -> int:
     quiet_libraries()
-    config = run.config.run
-    timeout_s = wait_s(config.stuck_after_s)
-    with open_world(config.device, config.num_threads, timeout_s) as world, naming_data(), output_lock() as lock:
+    with open_run_world(run.config.run) as world, naming_data(), output_lock() as lock:
         vectors = open_table(run, verify_checkpoint(run.checkpoint, world), world, table, data)
         starts = range(0, vectors.num_ids, BLOCK_ROWS)
         rows = [min(BLOCK_ROWS, vectors.num_ids - start) for start in starts]

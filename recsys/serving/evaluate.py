@@ -28,8 +28,8 @@ from recsys.models.metrics import Evaluator, RetrievalEvaluator, is_higher_bette
 from recsys.runtime.files import cannot_write, replace_file, unused_folder
 from recsys.runtime.logs import logger, quiet_libraries, show_metrics, start_logging, to_json
 from recsys.runtime.versions import git_commit, installed_versions
-from recsys.runtime.watchdog import wait_s
-from recsys.runtime.world import World, open_world
+from recsys.runtime.watchdog import open_run_world
+from recsys.runtime.world import World
 from recsys.serving.finished import Finished, OpenRun
 from recsys.serving.predict import NUMBER, KeptRows
 from recsys.training.evaluation import metrics_of, outputs_of
@@ -91,7 +91,7 @@ def evaluate(run: Finished, roles: Sequence[str], extras: Extras = Extras()) -> 
     """
     quiet_libraries()
     config, start = run.config, time.monotonic()
-    with open_world(config.run.device, config.run.num_threads, wait_s(config.run.stuck_after_s)) as world:
+    with open_run_world(config.run) as world:
         if extras.by or extras.group or extras.bootstrap:
             run = run.in_order(world.world_size)
         opened = OpenRun(run, world, ["items"], *(_given(config, role, extras) for role in roles))

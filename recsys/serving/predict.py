@@ -21,8 +21,7 @@ from recsys.data.wanted import column_of, role_features, role_lists
 from recsys.errors import UserError, in_words
 from recsys.runtime.logs import quiet_libraries, start_logging
 from recsys.runtime.run_lock import output_lock
-from recsys.runtime.watchdog import wait_s
-from recsys.runtime.world import open_world
+from recsys.runtime.watchdog import open_run_world
 from recsys.serving.finished import Finished, OpenRun
 from recsys.serving.parts import BLOCK_ROWS, Parts
 from recsys.step.output import StepOutput
@@ -85,8 +84,8 @@ def write_results(
         roles: datasets of the config to open too. then: called at the end, on all ranks.
     """
     quiet_libraries()
-    config, timeout_s = run.config, wait_s(run.config.run.stuck_after_s)
-    with open_world(config.run.device, config.run.num_threads, timeout_s) as world, naming_data():
+    config = run.config
+    with open_run_world(config.run) as world, naming_data():
         opened = OpenRun(run.in_order(world.world_size), world, roles, given)
         kept = kept_columns(keep, opened.inputs, given.role)
         task = {

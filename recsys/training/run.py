@@ -32,8 +32,8 @@ from recsys.runtime.environment import give_unused_back
 from recsys.runtime.files import cannot_write, copy_files, replace_file, unused_folder
 from recsys.runtime.logs import logger, quiet_libraries, start_logging, to_json
 from recsys.runtime.run_lock import RunLock, beside_lock
-from recsys.runtime.watchdog import Watchdog, wait_s
-from recsys.runtime.world import World, open_world
+from recsys.runtime.watchdog import Watchdog, open_run_world
+from recsys.runtime.world import World
 from recsys.tables.shard import save_plan
 from recsys.training.alike import check_alike, check_shared
 from recsys.training.build import Built, Publishes, build_model
@@ -67,8 +67,7 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
         LostPeerError: another rank ended.
     """
     quiet_libraries()
-    timeout_s = wait_s(asked.run.stuck_after_s)
-    with open_world(asked.run.device, asked.run.num_threads, timeout_s) as world, TemporaryDirectory() as scratch:
+    with open_run_world(asked.run) as world, TemporaryDirectory() as scratch:
         if asked.debug and world.world_size > 1:
             raise UserError("--debug runs one process; start it without torchrun")
         check_alike(asked, world)

@@ -24,7 +24,6 @@ from recsys.runtime.logs import Progress, logger, show_metrics
 from recsys.runtime.machine import topology_of
 from recsys.runtime.profiling import traced_steps
 from recsys.runtime.signals import StopRequests
-from recsys.runtime.watchdog import wait_s
 from recsys.step.optim import schedule_factor, set_learning_rate
 from recsys.step.output import StepOutput
 from recsys.step.pipeline import TimedIterator, build_pipeline
@@ -78,7 +77,6 @@ class Trainer:
             config.train.keep_checkpoints,
             documents=(run_dir / "config.yaml", run_dir / "plan.json"),
             background=config.train.async_checkpoints,
-            wait_s=wait_s(config.run.stuck_after_s),
             meaning=meaning(config),
             facts=world.from_rank_zero(lambda: facts_entries(inputs.facts, run_dir)),
         )

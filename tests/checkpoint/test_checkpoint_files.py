@@ -6,6 +6,8 @@ import pickle
 import re
 import shutil
 import threading
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +153,7 @@ def test_ranks_wait_for_each_other_in_the_background_as_long_as_they_are_told(
         return whole(**settings)
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    checkpoints(tmp_path / "c", world, background=True, wait_s=7320.0)
+    checkpoints(tmp_path / "c", replace(world, timeout=timedelta(seconds=7320)), background=True)
     assert waits == [7320.0]
 
 

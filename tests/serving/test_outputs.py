@@ -18,6 +18,7 @@ import pytest
 from launch import ROOT, environment, run_recsys
 
 from recsys.errors import UserError
+from recsys.runtime import watchdog
 from recsys.runtime.run_lock import LOCK_FILE, RunLock
 from recsys.serving import compress as compress_module
 from recsys.serving import embeddings as embeddings_module
@@ -55,15 +56,15 @@ def test_ranks_of_commands_wait_for_each_other_by_what_the_config_allows(
 
     anything: Any = SimpleNamespace(device=None, num_threads=None, stuck_after_s=7200.0)
     anything.run = anything.config = anything
-    calls: dict[Any, Callable[[], object]] = {
-        run_module: lambda: run_module.run(anything),
-        evaluate_module: lambda: evaluate_module.evaluate(anything, []),
-        predict_module: lambda: predict_module.write_results(anything, tmp_path, anything, {}, anything, None),
-        embeddings_module: lambda: embeddings_module._write_table(anything, "item", tmp_path, None),
-        compress_module: lambda: compress_module.compress(anything, anything, tmp_path, anything),
-    }
-    for module, call in calls.items():
-        monkeypatch.setattr(module, "open_world", open_world)
+    calls: list[Callable[[], object]] = [
+        lambda: run_module.run(anything),
+        lambda: evaluate_module.evaluate(anything, []),
+        lambda: predict_module.write_results(anything, tmp_path, anything, {}, anything, None),
+        lambda: embeddings_module._write_table(anything, "item", tmp_path, None),
+        lambda: compress_module.compress(anything, anything, tmp_path, anything),
+    ]
+    monkeypatch.setattr(watchdog, "open_world", open_world)
+    for call in calls:
         with pytest.raises(UserError, match="no world"):
             call()
     assert waits == [7320.0] * len(calls)
