@@ -90,13 +90,13 @@ def disk_problem(error: Exception) -> Exception:
     name = error.filename2 or error.filename  # of two the one that is written, as of a copy
     what = f"'{name}'" if name else "a file"
     if error.errno in _FULL:
-        return UserError(f"{what} cannot be written ({why(error)}); make room there, and start it again")
+        return UserError(f"{what} cannot be written ({why(error)}); make room there, and start again")
     if error.errno in _GONE and "temporary directory" in str(error.strerror):  # of Python's `tempfile`
         told = f"no folder for temporary files can be written ({error.strerror})"
         return UserError(f"{told}; make room in one of these, or name another by the environment variable TMPDIR")
     if error.errno in _GONE:
-        return UserError(f"{what} is gone ({why(error)}): it or its folder was removed during the run; start it again")
-    return UserError(f"{what} cannot be written or read ({why(error)}); mend that, and start it again")
+        return UserError(f"{what} is gone ({why(error)}): it or its folder was removed during the run; start again")
+    return UserError(f"{what} cannot be written or read ({why(error)}); fix that, and start again")
 
 
 def system_problem(error: Exception) -> Exception:

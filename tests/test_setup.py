@@ -69,5 +69,5 @@ def test_the_venv_of_another_clone_is_left_as_it_is(clone: Path, tmp_path: Path)
 def test_a_set_that_there_is_not_is_refused_before_anything_is_made(clone: Path) -> None:
     command, environment = ["bash", f"{clone}/scripts/setup.sh", "cpu"], {**os.environ, "SET": "odd"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == "setup: SET is 'odd', and must be oldest or newest, or not set.\n"
+    assert done.returncode == 1 and done.stderr == "setup: SET is 'odd', but must be oldest or newest, or not set.\n"
     assert not list(clone.glob(".venv*"))

@@ -138,7 +138,7 @@ def _initial_rows(tensors: Mapping[str, LocalTensor], rows_of: Callable[[str], n
 def _check_names(path: Path, marker: Marker) -> None:
     for name in marker.tensors:
         if not _belongs(name, marker):
-            raise UserError(f"checkpoint '{path}' is corrupt: it has {name}, of nothing else in it; take another one")
+            raise UserError(f"checkpoint '{path}' is corrupt: {name} belongs to nothing else in it; use another one")
 
 
 def _of_ranks(saved: Mapping[str, Entry], world: World, rng: bool, ids: bool) -> list[str]:
@@ -163,8 +163,8 @@ def _set_state(
         tensors.add_statistics(room)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:  # the checkpoint's names and numbers
         raise UserError(
-            f"checkpoint '{path}' is corrupt: its state of the optimizer, of random numbers or of counts of ids "
-            f"is none ({type(error).__name__}: {' '.join(str(error).split())[:200]}); take another one"
+            f"checkpoint '{path}' is corrupt: its optimizer state, random state or id counts cannot be read "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); use another one"
         ) from error
 
 
@@ -249,7 +249,7 @@ class _Choice:
         table, remarks = name.removeprefix(TABLES), []
         if here.size[1] != there.size[1]:
             raise UserError(
-                f"checkpoint '{self._path}' has table '{table}' with embedding_dim {there.size[1]}, and the config "
+                f"checkpoint '{self._path}' has table '{table}' with embedding_dim {there.size[1]}, but the config has "
                 f"{here.size[1]}; set tables.{table}.embedding_dim={there.size[1]}, or give the table another name"
             )
         if table in self._kept_ids:
@@ -304,9 +304,7 @@ class _Choice:
 
     def _differs(self, how: str, option: str) -> UserError:
         instead = "set" if self._config else "start a run of its own with train.init_from and"
-        return UserError(
-            f"checkpoint '{self._path}' {how}; make the config as it was, or {instead} train.init.{option}"
-        )
+        return UserError(f"checkpoint '{self._path}' {how}; restore the config, or {instead} train.init.{option}")
 
 
 def _belongs(name: str, marker: Marker) -> bool:

@@ -49,7 +49,7 @@ def export_table(source: Path, table: str, out: Path) -> int:
     prepare_parquet(out, "row", VECTOR)
     problems = [text for name, entry in marker.files.items() if (text := file_problem(path / name, *entry))]
     if problems:
-        raise UserError(f"checkpoint '{path}' is corrupt: {problems[0]}; take another one")
+        raise UserError(f"checkpoint '{path}' is corrupt: {problems[0]}; use another one")
     if TABLES + table not in marker.tensors:
         tables = [name.removeprefix(TABLES) for name in marker.tensors if name.startswith(TABLES)]
         raise UserError(
@@ -147,7 +147,7 @@ class TableRows:
         dtype = getattr(ids.type, "value_type", ids.type)
         if not pa.types.is_null(dtype) and self._has_texts not in (None, is_text(dtype)):
             texts = "texts" if self._has_texts else "numbers"
-            raise UserError(f"its ids are {dtype}, and those of the data are {texts}; write both with one type")
+            raise UserError(f"its ids are {dtype}, and those of the data are {texts}; write both with the same type")
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _places(key: str, table: str, settings: TableConfig, rows: TableRows, batch:
         raise error.within(f"{key}: column 'id'") from error
     if len(places) and places.max() >= settings.num_embeddings:
         raise UserError(
-            f"{key} has row {places.max()}, and the table {settings.num_embeddings} rows; raise "
+            f"{key} has row {places.max()}, but the table has {settings.num_embeddings} rows; raise "
             f"tables.{table}.num_embeddings"
         )
     return places
@@ -249,9 +249,9 @@ def _opened(path: Path) -> pq.ParquetFile:
 def _check_columns(key: str, names: list[str], settings: TableConfig) -> None:
     one_row = settings.num_hashes == 1 and settings.mapping is not IdMappingType.quotient_remainder
     if VECTOR not in names or not {"row", "id"} & set(names):
-        raise UserError(f"{key} has the columns {', '.join(names)}, and must have vector, and id or row")
+        raise UserError(f"{key} has the columns {', '.join(names)}, but needs vector, and id or row")
     if "id" in names and not one_row:
-        raise UserError(f"{key} has a column id, and the table gives an id several rows; give it a column row instead")
+        raise UserError(f"{key} has a column id, but the table gives each id several rows; write a column row instead")
 
 
 def _from_arrow(key: str, name: str, column: pa.Array, local: LocalTensor) -> torch.Tensor:
@@ -266,8 +266,8 @@ def _from_arrow(key: str, name: str, column: pa.Array, local: LocalTensor) -> to
     if not finite.all():
         most = f"{torch.finfo(local.dtype).max:.5g} for {str(local.dtype).removeprefix('torch.')}"
         raise UserError(
-            f"{key}: column '{name}' holds {numbers[~finite][0]:.5g}, and must hold finite numbers up to what the "
-            f"table can have, {most}; write others"
+            f"{key}: column '{name}' holds {numbers[~finite][0]:.5g}, but must hold finite numbers that the "
+            f"table can store, up to {most}"
         )
     return numbers.view(len(column), *local.size[1:])
 

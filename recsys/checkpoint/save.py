@@ -172,9 +172,9 @@ class Checkpoints:
         free = self._world.from_rank_zero(lambda: self._make_room(needed, best_step))
         if needed > free:
             raise UserError(
-                f"a checkpoint needs {needed:,} bytes, and '{self.folder}' has {free:,} free; make room there and go "
-                f"on with run.resume=true, or move '{self.folder.parent}' to a larger disk and go on there (1 MiB of "
-                f"what it needs is kept for marker, config and plan)"
+                f"a checkpoint needs {needed:,} bytes, and '{self.folder}' has {free:,} free; make room there and "
+                f"continue with run.resume=true, or move '{self.folder.parent}' to a larger disk and continue there "
+                f"(1 MiB of what it needs is reserved for marker, config and plan)"
             )
 
     def _write(self, final: Path, all_tensors: dict[str, LocalTensor], marker: Marker) -> None:

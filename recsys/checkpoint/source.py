@@ -77,5 +77,5 @@ def check_facts(checkpoint: Path, marker: Marker, names: list[str]) -> None:
         if problem:
             raise UserError(
                 f"'{folder / name}' is not what checkpoint '{checkpoint}' was trained with ({problem}), and its rows "
-                f"would stand for other ids; put that file back"
+                f"would belong to other ids; put that file back"
             )

@@ -122,7 +122,7 @@ class Marker:
             if outside := [
                 name for name in (*files, *facts) if Path(name).name != name or name in ("", "..") or "\0" in name
             ]:
-                raise ValueError(f"{outside[0]!r} is no file of this folder")
+                raise ValueError(f"{outside[0]!r} is not a file of this folder")
             state = content.pop("state")
             state = TrainState(**{**state, "position": Position(**state["position"])})
             tensors = {name: Entry.from_json(entry) for name, entry in content.pop("tensors").items()}
@@ -132,7 +132,7 @@ class Marker:
             return marker
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-            raise UserError(f"checkpoint '{folder}' is corrupt: {MARKER}: {reason}; take another one") from error
+            raise UserError(f"checkpoint '{folder}' is corrupt: {MARKER}: {reason}; use another one") from error
 
 
 def _check_types(*records: Any) -> None:
@@ -168,7 +168,7 @@ def verify_checkpoint(folder: Path, world: World) -> Marker:
     problems = [text for name in names if (text := file_problem(folder / name, *marker.files[name]))]
     everywhere = [text for texts in world.gather(problems) for text in texts]
     if everywhere:
-        raise UserError(f"checkpoint '{folder}' is corrupt: {'; '.join(everywhere[:3])}; take another one")
+        raise UserError(f"checkpoint '{folder}' is corrupt: {'; '.join(everywhere[:3])}; use another one")
     return marker
 
 

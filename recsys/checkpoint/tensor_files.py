@@ -95,7 +95,7 @@ class Entry:
         """
         size, dtype, places = _whole(content["size"]), content["dtype"], content["places"]
         if not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(f"there is no type {dtype} of numbers")
+            raise ValueError(f"there is no number type {dtype}")
         parts = [Place(p["file"], _whole([p["start"]])[0], _whole(p["offsets"]), _whole(p["sizes"])) for p in places]
         return cls(size, dtype, tuple(parts))
 
@@ -154,7 +154,7 @@ def read_tensors(folder: Path, entries: Mapping[str, Entry], targets: Mapping[st
                     _read_common(folder / place.file, place, entries[name].torch_dtype, shard)
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"checkpoint '{folder}' cannot be read: {reason}; take another one") from error
+        raise UserError(f"checkpoint '{folder}' cannot be read: {reason}; use another one") from error
 
 
 def gather_rows(folder: Path, entry: Entry, rows: np.ndarray) -> torch.Tensor:
@@ -225,7 +225,7 @@ def check_entries(entries: Mapping[str, Entry], file_sizes: Mapping[str, int]) -
 
 def _whole(numbers: Any) -> tuple[int, ...]:
     if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"{numbers!r} is no list of whole numbers")
+        raise ValueError(f"{numbers!r} is not a list of whole numbers")
     return tuple(numbers)
 
 

@@ -110,7 +110,7 @@ def _check_float(key: str, feature: FeatureConfig) -> None:
         if len(feature.clip) != 2 or not ends or ends != sorted(set(ends)):
             shown = str(feature.clip).replace("None", "null")
             raise UserError(
-                f"config key '{key}.clip' must be a least and a greater value, one of which may be null, found {shown}"
+                f"config key '{key}.clip' must be a lower and an upper bound, one of which may be null, found {shown}"
             )
 
 
@@ -124,7 +124,7 @@ def _check_id(key: str, feature: FeatureConfig) -> None:
         raise UserError(f"config key '{key}.nulls' of an id feature is reserved, empty or refuse, found mean")
     bounds = feature.boundaries
     if bounds is not None and (not bounds or any(a >= b for a, b in pairwise(bounds))):
-        raise UserError(f"config key '{key}.boundaries' must be ascending numbers, one at least, found {bounds}")
+        raise UserError(f"config key '{key}.boundaries' must be one or more ascending numbers, found {bounds}")
 
 
 def _check_cross(key: str, feature: FeatureConfig) -> None:
@@ -133,7 +133,9 @@ def _check_cross(key: str, feature: FeatureConfig) -> None:
         raise UserError(f"config key '{key}.cross' must name two columns or more, each once, found {columns}")
     for name in ("column", "weights", "boundaries", "max_length"):
         if getattr(feature, name) is not None:
-            raise UserError(f"config key '{key}.{name}' does not go with {key}.cross, which gives an id a row; drop it")
+            raise UserError(
+                f"config key '{key}.{name}' cannot be combined with {key}.cross, which gives one id a row; drop it"
+            )
 
 
 def _check_tables(config: Config) -> None:
@@ -154,7 +156,7 @@ def _check_tables(config: Config) -> None:
         bound = table.num_embeddings**-0.5 if table.init_range is None else table.init_range
         if table.data_type is DataType.FP8 and 0 < bound < _LEAST_FP8_RANGE:
             raise UserError(
-                f"config key '{key}.init_range': FP8 has no number between 0 and 2^-9, so that weights within "
+                f"config key '{key}.init_range': FP8 has no number between 0 and 2^-9, so weights within "
                 f"±{bound:.2g} would start as zeros; set it to {_LEAST_FP8_RANGE} or more, or {key}.data_type=FP16"
             )
         _check_mapping(config, name, table)
@@ -168,8 +170,8 @@ def check_sharding(config: Config, name: str, table: TableConfig) -> None:
     if choice in COLUMN_SPLITS and optimizer.name.is_row_wise and not optimizer.allow_column_split:
         raise UserError(
             f"config key 'tables.{name}.sharding_type': {choice.name} splits the rows that {optimizer.name.name} "
-            f"sums over, so what is learned would depend on the plan; use row_wise, {key}.name=adagrad, or insist "
-            f"with {key}.allow_column_split=true"
+            f"sums over, so what is learned would depend on the plan; use row_wise or {key}.name=adagrad, or "
+            f"allow it with {key}.allow_column_split=true"
         )
     if table.l2_all_rows or choice is ShardingChoice.data_parallel:
         check_replicated(config, name, table)
@@ -188,14 +190,14 @@ def _check_unpooled(config: Config, name: str, table: TableConfig) -> None:
         return
     if table.sharding_type not in UNPOOLED:
         raise UserError(
-            f"config key 'tables.{name}.sharding_type': feature '{unpooled[0]}' is looked up id by id, for "
-            f"model {config.model.name}, which goes with {', '.join(choice.name for choice in UNPOOLED)}, found "
-            f"{table.sharding_type.name}"
+            f"config key 'tables.{name}.sharding_type': model {config.model.name} looks up "
+            f"feature '{unpooled[0]}' id by id, which works with {', '.join(choice.name for choice in UNPOOLED)}, "
+            f"found {table.sharding_type.name}"
         )
     if gives_several_rows(table):
         raise UserError(
-            f"config key 'tables.{name}.mapping' gives an id several rows, and feature '{unpooled[0]}' is looked up id "
-            f"by id, for model {config.model.name}; use mapping: hash with num_hashes=1, vocabulary or identity"
+            f"config key 'tables.{name}.mapping' gives an id several rows, but model {config.model.name} looks "
+            f"up feature '{unpooled[0]}' id by id; use mapping: hash with num_hashes=1, vocabulary or identity"
         )
 
 
@@ -215,15 +217,15 @@ def _check_mapping(config: Config, name: str, table: TableConfig) -> None:
             )
     if table.mapping is IdMappingType.quotient_remainder and table.num_ids is None:
         raise UserError(
-            f"config key 'tables.{name}.num_ids' is not set, and mapping: quotient_remainder needs the number of ids "
-            f"that are to be told apart"
+            f"config key 'tables.{name}.num_ids' is not set, and mapping: quotient_remainder needs the number of "
+            f"distinct ids"
         )
     if table.mapping is IdMappingType.quotient_remainder and table.num_ids is not None and table.kept_rows is None:
         # q quotients and m remainders give q * m pairs, most if q and m are about equal; one more row is the null row.
         least = 2 + isqrt(4 * table.num_ids - 1)
         if table.num_embeddings < least:
             raise UserError(
-                f"config key 'tables.{name}.num_embeddings' is too few for num_ids={table.num_ids}, which takes "
+                f"config key 'tables.{name}.num_embeddings' is too few for num_ids={table.num_ids}, which needs "
                 f"{least} or more, found {table.num_embeddings}"
             )
     for feature, settings in config.features.items():
@@ -263,8 +265,8 @@ def _check_training(config: Config) -> None:
     train, metric = config.train, config.train.early_stop.metric
     if train.compile and any(getattr(config.model, name, None) for name in ("dropout", "embedding_dropout")):
         raise UserError(
-            "config key 'train.compile': the masks of dropout follow the step, so that each step would be compiled "
-            "anew; set model.dropout=0 (and model.embedding_dropout=0), or train.compile=false"
+            "config key 'train.compile': dropout masks depend on the step, so each step would be compiled again; "
+            "set model.dropout=0 (and model.embedding_dropout=0), or train.compile=false"
         )
     if config.run.resume and config.run.overwrite:
         raise UserError("run.resume=true and run.overwrite=true exclude each other; keep one of them")

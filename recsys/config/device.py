@@ -30,7 +30,7 @@ def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]
     if config.train.activation_offload:
         raise UserError(
             "config key 'train.activation_offload': on CPU activations are in host memory already; set it to false, "
-            "and train.micro_batch_size or train.activation_checkpointing to have fewer of them"
+            "and use train.micro_batch_size or train.activation_checkpointing to have fewer of them"
         )
     for name, table in config.tables.items():
         key = f"tables.{name}"
@@ -39,7 +39,7 @@ def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]
             raise UserError(f"config key '{key}.data_type': FBGEMM trains FP8 on GPUs only; use FP16")
         if table.stochastic_rounding:
             raise UserError(
-                f"config key '{key}.stochastic_rounding': FBGEMM's CPU kernels round to nearest without a word; set it "
+                f"config key '{key}.stochastic_rounding': FBGEMM's CPU kernels always round to nearest; set it "
                 f"to false, or {key}.data_type=FP32"
             )
         if table.compute_kernel is not ComputeKernel.fused:
@@ -81,8 +81,8 @@ def _check_dense_sharding(config: Config, world_size: int) -> list[str]:
         return []
     if optimizer not in ELEMENTWISE:
         raise UserError(
-            f"config key 'train.dense_sharding': {optimizer.name} goes by norms of whole parameters, of which ranks "
-            f"would have parts, found {sharding.name}; use none, or optimizer.dense.name="
+            f"config key 'train.dense_sharding': {optimizer.name} needs the norms of whole parameters, but ranks "
+            f"would have only parts of them, found {sharding.name}; use none, or optimizer.dense.name="
             f"{' or '.join(elementwise.name for elementwise in ELEMENTWISE)}"
         )
     return [f"train.dense_sharding={sharding.name} changes nothing on one rank"] if world_size == 1 else []
@@ -123,7 +123,7 @@ def _check_optimizer(settings: TableOptimizerConfig, key: str) -> None:
         )
     if settings.weight_decay:
         raise UserError(
-            f"config key '{key}.weight_decay': FBGEMM's CPU kernels leave it out without a word, found "
+            f"config key '{key}.weight_decay': FBGEMM's CPU kernels ignore it, found "
             f"{settings.weight_decay}; set it to 0"
         )
 
@@ -149,6 +149,7 @@ def repeated_decoding(config: Config, world_size: int) -> str | None:
     times = (streams + world_size - math.gcd(streams, world_size)) / streams
     better = world_size * min(-(-streams // world_size), config.train.global_batch_size // world_size)
     return (
-        f"data.num_streams={streams} is no multiple of {world_size} ranks, so streams are shared, and rows are decoded "
-        f"{times:.3g} times; for a new run, data.num_streams={better} avoids that (rows then come in another order)"
+        f"data.num_streams={streams} is not a multiple of {world_size} ranks, so streams are shared, and rows are "
+        f"decoded {times:.3g} times; for a new run, data.num_streams={better} avoids that "
+        f"(rows then come in another order)"
     )

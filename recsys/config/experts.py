@@ -84,8 +84,8 @@ def check_experts(config: "Config") -> None:
             is_named = any(feature.table == other for feature in config.features.values())
             if owner.setdefault(other, name) != name or other == name or is_named or config.tables[other].experts:
                 raise UserError(
-                    f"{key}: table '{other}' is named by a feature, has experts itself, or is one elsewhere; an expert "
-                    f"is of one table alone"
+                    f"{key}: table '{other}' is named by a feature, has experts itself, or is an expert elsewhere; "
+                    f"an expert belongs to one table only"
                 )
     for name, table in config.tables.items():
         if table.experts is not None:
@@ -97,16 +97,16 @@ def _check_tables(config: "Config", name: str, experts: ExpertsConfig) -> None:
     key, names = f"config key 'tables.{name}.experts", expert_tables(config, name)
     tables = [config.tables[expert] for expert in names]
     if len(names) < 2 or len(set(names)) < len(names):
-        raise UserError(f"{key}.others' must name further tables, each once, found {experts.others}")
+        raise UserError(f"{key}.others' must name other tables, each once, found {experts.others}")
     for expert, table in zip(names, tables, strict=True):
         if table.model_dim != tables[0].model_dim:
             raise UserError(
-                f"{key}.others': vectors of tables.{expert} have width {table.model_dim}, and those of tables.{name} "
-                f"{tables[0].model_dim}, and they are added up; set tables.{expert}.projected_dim={tables[0].model_dim}"
+                f"{key}.others': vectors of tables.{expert} have width {table.model_dim}, but those of tables.{name} "
+                f"{tables[0].model_dim}, and both are summed; set tables.{expert}.projected_dim={tables[0].model_dim}"
             )
         if table.pooling is not tables[0].pooling:
             raise UserError(
-                f"{key}.others' are pooled alike, found {table.pooling.name} in tables.{expert}, and "
+                f"{key}.others' must have the same pooling, found {table.pooling.name} in tables.{expert}, and "
                 f"{tables[0].pooling.name} in tables.{name}; set tables.{expert}.pooling={tables[0].pooling.name}"
             )
     if experts.by is Route.hash:
@@ -119,7 +119,7 @@ def _check_tables(config: "Config", name: str, experts: ExpertsConfig) -> None:
         return
     _check_mappings(key, names[:-1], tables, IdMappingType.vocabulary, "by: frequency, all but the last")
     if experts.active > 1:
-        raise UserError(f"{key}.active' is 1 by frequency, found {experts.active}; drop it, or set by: hash")
+        raise UserError(f"{key}.active' must be 1 with by: frequency, found {experts.active}; drop it, or set by: hash")
 
 
 def _check_mappings(
@@ -140,12 +140,12 @@ def _check_features(config: "Config", name: str, experts: ExpertsConfig) -> None
             continue
         if feature in needs.sequences or feature in (needs.item_id, needs.log_shares_of):
             raise UserError(
-                f"{key}': model {config.model.name} tells the ids of feature '{feature}' apart by one row each, and "
-                f"experts go with features whose lists are summed; give it a table without experts"
+                f"{key}': model {config.model.name} needs one row for each id of feature '{feature}', but "
+                f"experts work with features whose lists are summed; give it a table without experts"
             )
         if experts.gate is Gate.features and not gate_inputs(config, feature):
             raise UserError(
-                f"{key}.gate' is learned from other features, and there is none beside '{feature}'; use gate: table"
+                f"{key}.gate' is learned from other features, but '{feature}' is the only one; use gate: table"
             )
 
 

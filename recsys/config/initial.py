@@ -50,6 +50,6 @@ def check_init(init: InitConfig, init_from: str | None) -> None:
         )
     if init.evict_after_runs is not None and not init.grow_vocabularies:
         raise UserError(
-            "config key 'train.init.evict_after_runs' gives rows to new ids, which there are with "
-            "train.init.grow_vocabularies=true alone; set it too"
+            "config key 'train.init.evict_after_runs' frees rows for new ids, which get rows only with "
+            "train.init.grow_vocabularies=true; set it too"
         )

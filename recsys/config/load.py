@@ -141,7 +141,7 @@ def _read_with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[str,
     above = (*above, path.resolve())
     if (path.parent / base).resolve() in above:
         raise UserError(
-            f"config file '{path}' has the base '{base}', which is based on it; a chain of bases has an end"
+            f"config file '{path}' has the base '{base}', which is itself based on it; remove one of the two"
         )
     try:
         layers = _read_with_bases(path.parent / base, above)
@@ -174,7 +174,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _parse_override(text: str) -> dict[str, Any]:
     key, separator, value = text.partition("=")
     if key.strip() == "base":
-        raise UserError(f"'{text}': base stands in a config file alone, whose keys go over those of the file it names")
+        raise UserError(f"'{text}': base is for config files only, not for the command line; write it into the config")
     if not separator or not all(name.strip() for name in key.split(".")) or "[" in key:
         raise UserError(f"'{text}' is not of the form key=value, such as train.epochs=3")
     try:

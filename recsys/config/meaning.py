@@ -122,8 +122,8 @@ def refuse_differences(config: Config, saved: dict[str, Any], path: object, init
     more = f"; and {len(shown_values) - 8} more" if len(shown_values) > 8 else ""
     before = {key: old for key, (_, old) in list(shown_values.items())[:8] if key != "features" and old != _NOT_SET}
     raise UserError(
-        f"config key {differences}{more}, where checkpoint '{path}' was trained, so that its rows and numbers would "
-        f"stand for something else; {_back(before, config)}, or {_advice(path, list(shown_values), init)}"
+        f"config key {differences}{more}, where checkpoint '{path}' was trained, so its rows and numbers would "
+        f"mean something else; {_back(before, config)}, or {_advice(path, list(shown_values), init)}"
     )
 
 
@@ -143,9 +143,9 @@ def _advice(path: object, keys: list[str], init: InitConfig | None) -> str:
         return f"start a run of its own with train.init_from={source}, to which train.init.* may allow more"
     options = []
     if "features" in keys:
-        options.append("train.init.dense=matching, with which layers that read other features begin anew")
+        options.append("train.init.dense=matching, with which layers that read other features start from scratch")
     if any(key.endswith("optimizer.name") or key.startswith("optimizer.") for key in keys):
-        options.append("train.init.optimizers=matching, with which other optimizers begin anew")
+        options.append("train.init.optimizers=matching, with which changed optimizers start from scratch")
     options.append(f"train.init.allow_changes=[{','.join(keys)}]")
     return f"allow it with {' or '.join(options)}"
 
@@ -154,7 +154,7 @@ def _check_allowed(init: InitConfig, keys: list[str]) -> None:
     for pattern in init.allow_changes:
         if not any(map(_pattern([pattern]).match, keys)):
             raise UserError(
-                f"config key 'train.init.allow_changes': '{pattern}' is no key that is compared"
+                f"config key 'train.init.allow_changes': '{pattern}' is not a key that is compared"
                 f"{nearest(pattern, keys)}; remove it"
             )
 

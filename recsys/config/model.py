@@ -150,13 +150,13 @@ def find_model(name: str, is_trusted: bool = True) -> Any:
     section = getattr(model, "Config", None)
     if not (isinstance(model, type) and isinstance(section, type) and issubclass(section, ModelConfig)):
         raise UserError(
-            f"{key}: '{name}' is no model: a class derived from recsys.models.Model, with `Config` derived from "
-            f"recsys.config.ModelConfig"
+            f"{key}: '{name}' is not a model, which is a class derived from recsys.models.Model, with `Config` "
+            f"derived from recsys.config.ModelConfig"
         )
     for base in section.__mro__:
         if issubclass(base, ModelConfig) and "__dataclass_fields__" not in vars(base):
             raise UserError(
-                f"{key}: the class {base.__qualname__} is no dataclass, so that its fields would be no keys of the "
+                f"{key}: the class {base.__qualname__} is not a dataclass, so its fields would not be keys of the "
                 f"config; write @dataclass above it"
             )
     return model

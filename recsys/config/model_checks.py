@@ -13,7 +13,7 @@ def check_model(config: Config) -> None:
     model.check(config)
     _check_needs(config, needs)
     if needs.item_id is None and config.data.items is not None:
-        raise UserError(f"config key 'data.items': model {model.name} ranks rows, and reads no item corpus; remove it")
+        raise UserError(f"config key 'data.items': model {model.name} scores rows and reads no items; remove it")
     if config.data.labels and config.data.label_column is not None:
         raise UserError("config keys 'data.labels' and 'data.label_column' exclude each other; keep data.labels")
     if needs.labels and not config.labels():
@@ -29,8 +29,8 @@ def check_model(config: Config) -> None:
     if not needs.labels and config.labels():
         key = "labels" if config.data.labels else "label_column"
         raise UserError(
-            f"config key 'data.{key}': model {model.name} takes every row for a positive and reads no label; "
-            f"keep the positive rows in data.train, and drop data.{key}"
+            f"config key 'data.{key}': model {model.name} treats every row as a positive and reads no label; "
+            f"keep only positive rows in data.train, and drop data.{key}"
         )
     if config.data.keep_negatives is not None and not any(x.loss.is_binary for x in config.labels().values()):
         raise UserError(
@@ -58,16 +58,16 @@ def _check_needs(config: Config, needs: Needs) -> None:
     if needs.item_id is not None and needs.item_id not in needs.item_features:
         found = ", ".join(needs.item_features) or "none"
         raise UserError(
-            f"{model} tells items apart by '{needs.item_id}', which is none of its features of items; add it to "
+            f"{model} identifies items by '{needs.item_id}', which is not one of its item features; add it to "
             f"Needs.item_features (there are: {found})"
         )
     if needs.sampled_items and needs.item_id is None:
-        raise UserError(f"{model} draws items and names no feature that tells them apart; add Needs.item_id")
+        raise UserError(f"{model} samples items, but names no feature that identifies them; add Needs.item_id")
     if needs.sampled_items and not config.data.items:
-        raise UserError(f"config key 'data.items' is not set, and model {config.model.name} draws items of it")
+        raise UserError(f"config key 'data.items' is not set, but model {config.model.name} samples items from it")
     if needs.sampling_power and needs.log_shares_of != needs.item_id:
         raise UserError(
-            f"{model} draws items by their counts, which are those of Needs.log_shares_of; set it to Needs.item_id, "
+            f"{model} samples items by the counts that Needs.log_shares_of names; set it to Needs.item_id, "
             f"'{needs.item_id}', found {needs.log_shares_of!r}"
         )
 
@@ -79,12 +79,12 @@ def _check_item_id(config: Config, item_id: str) -> None:
     table = config.tables[feature.table or ""]
     if gives_several_rows(table):
         raise UserError(
-            f"config key 'model.item_id': table '{feature.table}' gives an id several rows, and items are told apart "
-            f"by one; use mapping: hash with num_hashes=1, vocabulary or identity"
+            f"config key 'model.item_id': table '{feature.table}' gives an id several rows, but each item "
+            f"needs its own row; use mapping: hash with num_hashes=1, vocabulary or identity"
         )
     if (config.data.valid or config.data.test) and not config.data.items:
         raise UserError(
-            "config key 'data.items' is not set, and data.valid and data.test are evaluated over a file of all items"
+            "config key 'data.items' is not set, but evaluation of data.valid and data.test ranks a file of all items"
         )
 
 

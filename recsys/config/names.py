@@ -31,14 +31,14 @@ def check_names(config: Config) -> None:
         for name in names:
             if not _fits(_NAME, name):
                 raise UserError(
-                    f"config key '{section}': {_shown(name)} is no name for one of them; use letters, digits, '_' and "
+                    f"config key '{section}': {_shown(name)} is not a valid name; use letters, digits, '_' and "
                     f"'-', {_MOST_BYTES} bytes at most, and no '-' first (its 'column' may name any column, and alike "
                     f"names in a row are written as C{{1..26}})"
                 )
     if not _fits(_RUN_NAME, config.run.name or "run"):
         raise UserError(
-            f"config key 'run.name': {_shown(config.run.name or '')} is no name for a run; use letters, digits, '_', "
-            f"'-' and '.', {_MOST_BYTES} bytes at most, and a letter or digit first (run.dir may be any path)"
+            f"config key 'run.name': {_shown(config.run.name or '')} is not a valid run name; use letters, digits, "
+            f"'_', '-' and '.', {_MOST_BYTES} bytes at most, and a letter or digit first (run.dir may be any path)"
         )
     for key, value in flat("", asdict(config)):
         texts = {f"{key}.{i}": item for i, item in enumerate(value)} if isinstance(value, list) else {key: value}

@@ -21,14 +21,14 @@ def _check_table_optimizer(optimizer: TableOptimizerConfig, key: str) -> None:
     rule, name = optimizer.name.value, optimizer.name.name
     if optimizer.state_dtype is StateType.BF16 and not rule.bf16_state:
         raise UserError(
-            f"config key '{key}.state_dtype': FBGEMM keeps BF16 state for {optimizer_names('bf16_state')} alone, found "
-            f"{key}.name={name}; use FP32, or that"
+            f"config key '{key}.state_dtype': FBGEMM keeps BF16 state for {optimizer_names('bf16_state')} only, found "
+            f"{key}.name={name}; use FP32, or that optimizer"
         )
     if optimizer.l1 and "l1" not in rule.numbers:
-        raise UserError(f"config key '{key}.l1' is for {key}.name=ftrl, found {name}; set it to 0, or the name")
+        raise UserError(f"config key '{key}.l1' is for {key}.name=ftrl, found {name}; set it to 0, or change the name")
     if optimizer.weight_decay and not rule.reads_decay:
         raise UserError(
-            f"config key '{key}.weight_decay': {name} leaves it out without a word, found {optimizer.weight_decay}; "
+            f"config key '{key}.weight_decay': {name} ignores it, found {optimizer.weight_decay}; "
             f"set it to 0, or use {key}.name=rowwise_adagrad"
         )
 
@@ -43,22 +43,22 @@ def check_replicated(config: Config, name: str, table: TableConfig) -> None:
         if by_id or choice not in (ShardingChoice.auto, ShardingChoice.data_parallel):
             found = "one that is looked up id by id" if by_id else f"sharding_type: {choice.name}"
             raise UserError(
-                f"config key 'tables.{name}.l2_all_rows' is for tables of sums or means of lists that every rank holds "
-                f"(sharding_type: data_parallel), found {found}; set {remedy}"
+                f"config key 'tables.{name}.l2_all_rows' is for replicated tables (sharding_type: data_parallel) "
+                f"whose lists are summed or averaged, found {found}; set {remedy}"
             )
     if table.compute_kernel is not ComputeKernel.fused:
         raise UserError(
-            f"config key 'tables.{name}.compute_kernel': a table that every rank holds lies in device memory, found "
+            f"config key 'tables.{name}.compute_kernel': a replicated table lies in device memory, found "
             f"{table.compute_kernel.name}; use fused, or set {remedy}"
         )
     if optimizer.weight_decay:
         raise UserError(
-            f"config key '{key}.weight_decay': tables that every rank holds are trained without, found "
+            f"config key '{key}.weight_decay': replicated tables are trained without it, found "
             f"{optimizer.weight_decay}; set it to 0, or {remedy}"
         )
     if not optimizer.name.value.in_torch:
         raise UserError(
-            f"config key '{key}.name': tables that every rank holds are trained by {optimizer_names('in_torch')}, "
+            f"config key '{key}.name': replicated tables are trained by {optimizer_names('in_torch')}, "
             f"found {optimizer.name.name}; use one of these, or set {remedy}"
         )
 
@@ -89,7 +89,7 @@ def _check_plateau(config: Config) -> None:
         return
     if stop.metric is None:
         raise UserError(
-            "config key 'optimizer.schedule.name': plateau goes by train.early_stop.metric, which is not set; set it, "
+            "config key 'optimizer.schedule.name': plateau follows train.early_stop.metric, which is not set; set it, "
             "or another schedule"
         )
     if stop.patience <= schedule.plateau_patience:

@@ -51,7 +51,7 @@ def _check_removed(section: str, removed: list[Any], below: set[Any]) -> None:
     for name in removed:
         if name not in below:
             raise UserError(
-                f"config key '{section}.{name}' must be a section of keys, found null, which takes out what a base or "
-                f"the file has of this name; there is none{nearest(str(name), known, f'{section}.')} "
+                f"config key '{section}.{name}' must be a section of keys, found null, which removes an entry of this "
+                f"name from the file or its base; there is none{nearest(str(name), known, f'{section}.')} "
                 f"(known: {', '.join(known) or 'none'})"
             )

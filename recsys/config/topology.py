@@ -77,5 +77,5 @@ def check_topology(topology: TopologyConfig) -> None:
     if local is not None and (local > ranks or ranks % local):
         raise UserError(
             f"config key 'topology.local_world_size' must divide topology.world_size={ranks}, so that all machines "
-            f"have as many ranks, found {local}"
+            f"have the same number of ranks, found {local}"
         )

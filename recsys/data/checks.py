@@ -70,7 +70,7 @@ def _check_dtypes(asks: str, dtypes: dict[str, pa.DataType]) -> None:
     if texts and numbers:
         raise UserError(
             f"config key '{asks}': its ids are {single[texts[0]]} in column {texts[0]} and {single[numbers[0]]} in "
-            f"column {numbers[0]}; write both with one type (a list: `python -m recsys prepare csv --list "
+            f"column {numbers[0]}; write both with the same type (a list: `python -m recsys prepare csv --list "
             f"'NAME=SEPARATOR:int64'`; a partition key in paths is a number where all its values are integers of 32 "
             f"bits)"
         )
@@ -185,7 +185,7 @@ def check_weights(dataset: Dataset, weight: FloatColumn) -> None:
     chunks = (chunk for table in SegmentReader(dataset, [column]).tables() for chunk in table.column(column).chunks)
     if not any((convert_floats(chunk, lenient) > 0).any() for chunk in chunks):
         raise UserError(
-            f"config key '{dataset.key}': column '{column}' (data.weight_column) is 0 in every row, so nothing counts"
+            f"config key '{dataset.key}': column '{column}' (data.weight_column) is 0 in every row, so no row counts"
         )
 
 
@@ -195,8 +195,8 @@ def check_known(dataset: Dataset, label: FloatColumn) -> None:
         return
     if not any(values.null_count < len(values) for values in _label_columns(dataset, label)):
         raise UserError(
-            f"config key '{dataset.key}': {label.title} is null in every row, so nothing is learned of it; remove the "
-            f"label, or take in rows that have it"
+            f"config key '{dataset.key}': {label.title} is null in every row, so nothing can be learned from it; "
+            f"remove the label, or add rows that have it"
         )
 
 

@@ -124,7 +124,7 @@ class Condition:
             return replace(self, operator=operator, value=scalar)
         if not (pa.types.is_boolean(dtype) or pa.types.is_null(dtype)):
             raise UserError(
-                f"{KEY}: column '{self.column}' is {dtype} and no condition by itself; compare it with a value"
+                f"{KEY}: column '{self.column}' is {dtype}, which is not a condition; compare it with a value"
             )
         return replace(self, operator="==", value=pa.scalar(True))
 
@@ -200,7 +200,7 @@ def _either(one: Outcomes, other: Outcomes) -> Outcomes:
 def _sampled(share_and_seed: tuple[float, int], origin: Origin | None) -> pa.ChunkedArray:
     share, seed = share_and_seed
     if origin is None:
-        raise UserError(f"{KEY}: sampled(…) chooses rows of a file, and says nothing of their values")
+        raise UserError(f"{KEY}: sampled(…) chooses rows by their place in a file; it cannot be compared with anything")
     numbers = np.arange(origin.first, origin.first + origin.num_rows)
     return pa.chunked_array([pa.array(hash_uniform(numbers, make_key(seed, "sampled", origin.group)) < share)])
 
@@ -214,7 +214,7 @@ def _check_pair(operator: str, left: str, left_dtype: pa.DataType, right: str, r
     except pa.ArrowException as error:
         raise UserError(
             f"{KEY}: columns '{left}' ({left_dtype}) and '{right}' ({right_dtype}) cannot be compared with each other; "
-            f"compare columns of one type"
+            f"compare columns of the same type"
         ) from error
 
 
@@ -233,7 +233,7 @@ def _bound(column: str, dtype: pa.DataType, operator: str, literal: Any) -> tupl
     if pa.types.is_integer(dtype) and isinstance(literal, float):  # Arrow refuses to compare large ids with it
         if not math.isfinite(literal) or (operator in ("==", "!=") and not literal.is_integer()):
             raise UserError(
-                f"{KEY}: column '{column}' is {dtype}, and {literal} is no integer; compare it with an integer"
+                f"{KEY}: column '{column}' is {dtype}, and {literal} is not an integer; compare it with an integer"
             )
         if not literal.is_integer():
             operator = "<=" if operator in ("<", "<=") else ">="

@@ -66,7 +66,7 @@ def convert_ids(
         if pa.types.is_list(array.type):
             array, weights, lengths = flatten(array, weights, part)
         elif weights is not None and pa.types.is_list(weights.type):
-            raise UserError(f"one id a row goes with one weight a row, but column '{part.weights}' is {weights.type}")
+            raise UserError(f"one id a row needs one weight a row, but column '{part.weights}' is {weights.type}")
         rows, present = _map(array, part, dtype, out if lengths is None and k == 1 else None, allocate)
         numbers = None
         if weights is not None:
@@ -103,7 +103,7 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
 def _write_numbers(array: pa.Array, part: FloatColumn, given: np.ndarray) -> None:
     numbers, nulls = raw_numbers(array, part)
     if nulls is not None and part.fill is None:
-        raise UserError(f"{part.title} holds {len(nulls)} nulls, and may hold none; {part.without_nulls}")
+        raise UserError(f"{part.title} holds {len(nulls)} nulls, which are not allowed; {part.without_nulls}")
     out = given if given.flags.c_contiguous else np.empty(given.shape, np.float32)
     is_finite = write_floats(numbers.reshape(-1), out.reshape(-1))
     if nulls is not None:
@@ -111,8 +111,8 @@ def _write_numbers(array: pa.Array, part: FloatColumn, given: np.ndarray) -> Non
         is_finite = bool(np.isfinite(out).all())
     if part.finite and not is_finite:
         raise UserError(
-            f"{part.title} holds {numbers[~np.isfinite(out)][0]}, and only finite numbers up to 3.4e38 train; "
-            f"{'write null for an unknown number' if part.fill is not None else 'drop such rows'}"
+            f"{part.title} holds {numbers[~np.isfinite(out)][0]}, but only finite numbers up to 3.4e38 can be "
+            f"trained on; {'write null for an unknown number' if part.fill is not None else 'drop such rows'}"
         )
     if part.binary:
         _refuse_other_than_0_and_1(out, part)
@@ -155,8 +155,8 @@ def _raw_vectors(array: pa.Array, part: FloatColumn, dim: int) -> tuple[np.ndarr
     is_there = lengths > 0  # as of a null, or of what CSV has for none
     if len(rows := np.flatnonzero(is_there & (lengths != dim))):
         raise UserError(
-            f"{part.title} holds a list of {lengths[rows[0]]} numbers, where features.{part.name}.dim={dim} takes "
-            f"{dim}; write lists of one length, and null where there is none"
+            f"{part.title} holds a list of {lengths[rows[0]]} numbers, where features.{part.name}.dim={dim} needs "
+            f"{dim}; write lists of this length, or null"
         )
     values = decoded(elements(array.values, starts, lengths))
     if not is_number(values.type):
@@ -184,7 +184,7 @@ def _map(
         ids = _bucketise(ids, part.boundaries)
     if pa.types.is_nested(ids.type):
         raise UserError(
-            f"ids must be integers or strings, found {ids.type}; a column holds one of these a row, or one list of them"
+            f"ids must be integers or strings, found {ids.type}; a column holds one id a row, or one list of ids"
             f"{advice(part.column, ids.type)}"
         )
     k, nulls = part.mapping.rows_per_id, ids.null_count
@@ -193,7 +193,7 @@ def _map(
         part.mapping.map(ids, rows, part.statistics)
         return rows, None
     if nulls and part.null is NullPolicy.refuse:
-        raise UserError(f"{nulls} nulls found where nulls: refuse allows none; use reserved or empty")
+        raise UserError(f"{nulls} nulls found, which nulls: refuse does not allow; use reserved or empty")
     if part.statistics is not None:
         part.statistics.add(nulls=nulls)
     present, ids = (valid(ids), drop_nulls(ids)) if nulls else (np.ones(len(ids), bool), ids)
@@ -216,7 +216,7 @@ def _map(
 def _bucketise(array: pa.Array, boundaries: tuple[float, ...]) -> pa.Array:
     array = decoded(array)
     if not is_number(array.type):
-        raise UserError(f"boundaries take numbers, found {array.type}; write the column as numbers")
+        raise UserError(f"boundaries need numbers, found {array.type}; write the column as numbers")
     numbers = to_numbers(array).astype(np.float64, copy=False)
     if len(boundaries) <= _FEW_BOUNDARIES:
         counts = np.zeros(len(numbers), np.uint8)
@@ -249,7 +249,7 @@ def flatten(array: pa.Array, weights: pa.Array | None, part: IdColumn) -> tuple[
     starts, lengths = list_bounds(array)
     weight_starts = starts
     if weights is not None and not pa.types.is_list(weights.type):
-        raise UserError(f"lists of ids go with lists of weights, but column '{part.weights}' is {weights.type}")
+        raise UserError(f"lists of ids need lists of weights, but column '{part.weights}' is {weights.type}")
     if weights is not None:
         weight_starts, others = list_bounds(weights)
         if len(rows := np.flatnonzero(others != lengths)):
@@ -273,7 +273,7 @@ def transform_numbers(x: np.ndarray, transform: Transform, part: FloatColumn) ->
         np.clip(x, *transform.clip, out=x)
     if transform.log1p:
         if part.finite and x.size and x.min() <= -1:
-            raise UserError(f"{part.title} holds {x.min():.10g}, and log1p takes numbers above -1; clip them to such")
+            raise UserError(f"{part.title} holds {x.min():.10g}, but log1p needs numbers above -1; set a clip")
         with np.errstate(divide="ignore", invalid="ignore"):  # what has no logarithm becomes NaN or -inf
             if transform.std is None:
                 # NumPy's log1p takes twice as long. What it saves is the rounding of 1 + x, 1.1e-16 where x is small.
@@ -292,6 +292,6 @@ def _refuse_other_than_0_and_1(numbers: np.ndarray, part: FloatColumn) -> None:
         least = numbers[np.isfinite(numbers)].min(initial=np.inf)
         condition = f"{written(part.column or part.name)} > {least:.6g}"  # which is true of some rows and not of others
         raise UserError(
-            f"{part.title} holds {numbers[other][0]:.10g}, and binary cross-entropy takes 0 or 1; "
+            f"{part.title} holds {numbers[other][0]:.10g}, but binary cross-entropy needs 0 or 1; "
             f"{part.advised(condition)}, or learn the number itself by loss: squared"
         )

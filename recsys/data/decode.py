@@ -307,7 +307,7 @@ class SegmentReader:
                     break
         except _UNREADABLE as wrong:
             what, why = f"'{group.path}'", wrong
-        message = f"{what} cannot be read ({reason(why)}); write the file anew, or copy it again"
+        message = f"{what} cannot be read ({reason(why)}); write or copy the file again"
         return BadDataError(message, group.path, group.index)
 
     def _completed(self, table: pa.Table, group: _Group, plan: _Plan) -> pa.Table:
@@ -323,7 +323,7 @@ class SegmentReader:
             except pa.ArrowException as error:
                 raise BadDataError(
                     f"column '{name}' of row group {group.index} of '{group.path}' is {column.type} and holds values "
-                    f"that are none of {dtype}, the type in other files; write it with one type",
+                    f"that are not {dtype}, the type in other files; write it with the same type",
                     group.path,
                     group.index,
                 ) from error

@@ -64,7 +64,7 @@ def parse_filter(text: str) -> Condition:
         UserError: the text is no such expression.
     """
     if not isinstance(text, str) or not text.strip():
-        raise UserError(f"{KEY} is {text!r}, and must be an expression such as \"day >= '2026-11-01'\"")
+        raise UserError(f"{KEY} is {text!r}, but must be an expression such as \"day >= '2026-11-01'\"")
     try:
         source = f"({text}\n)"
         _refuse_comments(source)

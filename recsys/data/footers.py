@@ -159,7 +159,7 @@ class FooterParser:
                 continue
             outer = place.steps[0]
             if (count := arrow.names.count(outer)) > 1:
-                raise UserError(f"{self.wanted[column]}: file '{name}' has {count} columns '{outer}', and may have one")
+                raise UserError(f"{self.wanted[column]}: file '{name}' has {count} columns '{outer}'; keep only one")
             there[column] = place
         layout = pa.schema([_field(column, place) for column, place in there.items()])
         equals = (i for i, earlier in enumerate(self.layouts) if layout.equals(earlier, check_metadata=True))
@@ -240,12 +240,12 @@ def read_footers(
         others = f", nor are {more} more, of {len(files.names)} files in all" if more else ""
         advice = f"or leave such files out with data.max_bad_files={len(bad)}"
         raise BadDataError(
-            f"config key '{parser.key}': '{first}' is not a readable Parquet file ({why}){others}; write it anew, "
+            f"config key '{parser.key}': '{first}' is not a readable Parquet file ({why}){others}; write it again, "
             f"convert delimited text with `python -m recsys prepare csv`, {advice}",
             first,
         )
     for name, why in bad.items():
-        logger.warning("config key '%s': left out '%s', which is no readable Parquet file (%s)", parser.key, name, why)
+        logger.warning("config key '%s': left out '%s', not a readable Parquet file (%s)", parser.key, name, why)
     return footers, list(bad)
 
 

@@ -279,8 +279,8 @@ def _crossed(dataset: Dataset, made: dict[str, tuple[str, ...]]) -> Dataset:
     for column in dict.fromkeys(column for columns in made.values() for column in columns):
         if pa.types.is_nested(dtype := dataset.schema.field(column).type):
             raise UserError(
-                f"config key '{dataset.key}': column '{column}' is {dtype}, and a cross takes an id a row "
-                f"of each column"
+                f"config key '{dataset.key}': column '{column}' is {dtype}, but a cross needs one id a row "
+                f"in each column"
             )
     schema = pa.schema([*dataset.schema, *(pa.field(name, pa.int64()) for name in made)])
     return replace(dataset, schema=schema, columns=(*dataset.columns, *made), crosses=made)
@@ -308,8 +308,8 @@ def _check_first_rows(inputs: Inputs, role: str) -> None:
     for part, lists in zip(spec.lists, columns.lists, strict=True):
         if part.name == "targets" and isinstance(lists, Ragged) and not (lists.values >= 0).any():
             raise UserError(
-                f"config key '{dataset.key}': column '{part.column}' has in its first {columns.num_rows} rows no id "
-                f"that is in column '{item_column(config)}' of data.items"
+                f"config key '{dataset.key}': column '{part.column}' shares no id of its first {columns.num_rows} rows "
+                f"with column '{item_column(config)}' of data.items"
             )
 
 
@@ -336,14 +336,12 @@ def read_corpus(config: Config, items: Dataset) -> pa.Array:
     column = item_column(config)
     ids = read_column(items, column)
     if ids.null_count:
-        raise UserError(
-            f"config key '{items.key}': column '{column}' holds {ids.null_count} nulls, and may hold none; drop these"
-        )
+        raise UserError(f"config key '{items.key}': column '{column}' holds {ids.null_count} nulls; drop these")
     counts = ids.value_counts()
     twice = counts.filter(pa.compute.greater(counts.field("counts"), 1))
     if len(twice):
         raise UserError(
-            f"config key '{items.key}': item {twice[0]['values']} is there {twice[0]['counts']} times; "
-            f"every item must be there once"
+            f"config key '{items.key}': item {twice[0]['values']} occurs {twice[0]['counts']} times; "
+            f"list every item once"
         )
     return ids

@@ -156,7 +156,7 @@ def _types(files: Files, readable: Files, footers: Sequence[Footer], parser: Foo
             except pa.ArrowException as error:
                 raise UserError(
                     f"config key '{parser.key}': column '{column}' is {dtype} in '{name}', but {before} in the files "
-                    f"before it; write it with one type"
+                    f"before it; write it with the same type"
                 ) from error
     return types
 
@@ -210,7 +210,7 @@ def column_names(key: str, paths: str | Sequence[str], retries: int) -> set[str]
         footer = metadata_of(files.storage, name, int(files.sizes[0]))
         return {*names(footer.schema.to_arrow_schema()), *partition_keys(name)}
     except (pa.ArrowException, OSError) as error:
-        problem = f"'{name}' is not a readable Parquet file ({reason(error)}); write it anew"
+        problem = f"'{name}' is not a readable Parquet file ({reason(error)}); write it again"
         raise BadDataError(f"config key '{key}': {problem}", name) from error
 
 

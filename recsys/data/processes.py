@@ -167,7 +167,7 @@ def _allow_files() -> None:
 
 def _ended() -> UserError:
     return UserError(
-        "a process that decodes data.train has ended, as where memory has run out; lower data.num_threads, or set "
+        "a process that decodes data.train has died, perhaps because memory ran out; lower data.num_threads, or set "
         "data.processes=false"
     )
 

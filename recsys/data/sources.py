@@ -127,7 +127,7 @@ def _expand_local(key: str, path: str) -> list[_File]:
         _tell_of_versions(key, path, [log for log in _TABLE_LOGS if os.path.isdir(os.path.join(path, log))])
         return files
     if not glob.has_magic(path):
-        wrong = "is no regular file" if os.path.exists(path) else f"does not exist{_seen_from(path)}"
+        wrong = "is not a regular file" if os.path.exists(path) else f"does not exist{_seen_from(path)}"
         raise UserError(f"config key '{key}': '{path}' {wrong}{_near(Storage(), path)}")
     path = re.sub("/+", "/", path)  # as `$LOGS/*.parquet` has where LOGS ends in a slash; what matches has one
     pattern = path.split("/")
@@ -173,7 +173,7 @@ def _file(path: str) -> _File:
 def _tell_of_versions(key: str, folder: str, logs: Iterable[str]) -> None:
     for log in logs:
         logger.warning(
-            "config key '%s': '%s' is a %s table, whose folder keeps files of its earlier versions; their rows are "
+            "config key '%s': '%s' is a %s table, whose folder also keeps files of earlier versions; their rows are "
             "read too, unless the key lists the files of one version",
             *(key, folder, _TABLE_LOGS[log]),
         )

@@ -182,7 +182,9 @@ class _Conversion:
             weight, weights = self._spec.weight, self._floats[-1, rows]
             _fill_floats(weight, table, weights)
             if (least := weights.min(initial=0)) < 0:
-                raise UserError(f"column '{weight.column}' ({weight.name}) holds {least}, and a weight is 0 or more")
+                raise UserError(
+                    f"column '{weight.column}' ({weight.name}) holds {least}, but a weight must be 0 or more"
+                )
         if self._spec.negative_weight != 1:
             binary = [num_floats + i for i, part in enumerate(self._spec.labels) if part.binary]
             self._floats[-1, rows][~(self._floats[binary, rows] > 0).any(axis=0)] *= self._spec.negative_weight

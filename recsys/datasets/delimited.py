@@ -329,7 +329,7 @@ class _Splitter:
         times = column.to_numpy(zero_copy_only=False)
         if np.isnan(times).any():
             leave_out = f'leave these out: --where "{written(self.column)} > 0"'
-            raise UserError(f"column {self.column!r} holds NaN, which is no time; {leave_out}")
+            raise UserError(f"column {self.column!r} holds NaN, which is not a time; {leave_out}")
         return times
 
     def _time_cuts(self, reader: _Reader) -> np.ndarray:

@@ -35,7 +35,7 @@ def main(parser: Parser, arguments: Sequence[str]) -> int:
     if words.out is not None:
         prepare_output(words.out, "--out")
         if words.out.exists():
-            raise UserError(f"--out: '{words.out}' is there already; name another file, or remove it")
+            raise UserError(f"--out: '{words.out}' already exists; name another file, or remove it")
     paths = _paths(words.data, words.valid)
     files = LogFiles("DATA", paths["train"])
     columns = survey(files)

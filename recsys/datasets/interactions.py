@@ -115,7 +115,9 @@ def _wanted_columns(options: LogOptions) -> list[str]:
     columns = [options.user, options.item, *filter(None, [options.time])]
     columns += [*options.user_features, *options.item_features]
     if unread := {*options.tokens} - {*options.user_features, *options.item_features}:
-        raise UserError(f"--tokens: {min(unread)!r} is no feature; name it in --item-features or --user-features too")
+        raise UserError(
+            f"--tokens: {min(unread)!r} is not a feature; name it in --item-features or --user-features too"
+        )
     repeated = {name for name in columns if [*columns, *WRITTEN].count(name) > 1}
     if repeated:
         raise UserError(f"column {min(repeated)!r} is named twice, or is one of those written: {', '.join(WRITTEN)}")

@@ -150,7 +150,7 @@ def _joined(tables: Sequence[pa.Table], name: str, places: Sequence[str]) -> pa.
         shown = [f"{dtype} in {places[i]}" if places else str(dtype) for i, dtype in zip(first, dtypes, strict=True)]
         raise UserError(
             f"the files' columns are of different types: {name!r} is {' and '.join(shown)}, and no one type "
-            f"holds all its values ({reason(error)}); write it with one type"
+            f"holds all its values ({reason(error)}); write it with the same type"
         ) from None
 
 
@@ -188,7 +188,9 @@ def time_values(table: pa.Table, name: str) -> np.ndarray:
             raise UserError(f"column {name!r} holds other texts than times ({error}); a time is {_TIMES}") from None
     values = raw_times(column) if pa.types.is_time(column.type) else column.to_numpy(zero_copy_only=False)
     if values.dtype.kind == "f" and np.isnan(values).any():
-        raise UserError(f'column {name!r} holds NaN, which is no time; leave these out: --where "{written(name)} > 0"')
+        raise UserError(
+            f'column {name!r} holds NaN, which is not a time; leave these out: --where "{written(name)} > 0"'
+        )
     return values
 
 

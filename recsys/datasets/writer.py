@@ -167,7 +167,7 @@ def _type_name(dtype: pa.DataType) -> str:
 def check_column(name: str, names: list[str]) -> None:
     """Raise UserError unless ``name`` is one of the columns ``names``."""
     if name not in names:
-        raise UserError(f"there is no column {name!r}, only {', '.join(names)}{nearest(name, names)}")
+        raise UserError(f"there is no column {name!r}; there are {', '.join(names)}{nearest(name, names)}")
 
 
 def columns_where(where: str | None, flag: str = "--where") -> list[str]:

@@ -30,9 +30,7 @@ def build_mapping(table: TableConfig, vocabulary: pa.Array | None = None, kept: 
         return IdentityMapping(table.num_embeddings)
     if table.mapping is IdMappingType.quotient_remainder:
         if table.num_ids is None:
-            raise UserError(
-                "mapping: quotient_remainder takes num_ids, which is not set; set it to how many ids there are"
-            )
+            raise UserError("mapping: quotient_remainder needs num_ids, which is not set; set it to the number of ids")
         return QuotientRemainderMapping(table.num_embeddings, table.num_ids, table.hash_seed)
     if table.mapping is IdMappingType.vocabulary:
         if vocabulary is None:
@@ -40,8 +38,8 @@ def build_mapping(table: TableConfig, vocabulary: pa.Array | None = None, kept: 
         mapping = VocabularyMapping(vocabulary, table.num_buckets, table.hash_seed)
         if mapping.num_rows > table.num_embeddings:
             raise UserError(
-                f"a vocabulary of {len(vocabulary)} ids with num_buckets: {table.num_buckets} takes {mapping.num_rows} "
-                f"rows, and num_embeddings: {table.num_embeddings} is less; raise num_embeddings"
+                f"a vocabulary of {len(vocabulary)} ids with num_buckets: {table.num_buckets} needs {mapping.num_rows} "
+                f"rows, but num_embeddings: {table.num_embeddings} is less; raise num_embeddings"
             )
         return mapping
     return HashMapping(table.num_embeddings, table.hash_seed, table.num_hashes)

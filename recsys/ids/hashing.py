@@ -233,9 +233,9 @@ def _whole(values: np.ndarray, dtype: pa.DataType) -> np.ndarray:
     wrong = (values != np.rint(values)) | ~(np.abs(values) < 2**bits)  # of NaN, both are so
     if wrong.any():
         if np.isnan(values[wrong][0]):
-            raise UserError("ids must be whole numbers, found nan; where a row has no id, write null in its place")
+            raise UserError("ids must be whole numbers, found nan; if a row has no id, write null")
         raise UserError(
-            f"ids must be whole numbers, found {values[wrong][0]}, and {dtype} tells these apart below 2**{bits} only; "
+            f"ids must be whole numbers, found {values[wrong][0]}, but {dtype} is exact only below 2**{bits}; "
             f"write ids as integers or strings"
         )
     return values.astype(np.int64)

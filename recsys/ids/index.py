@@ -49,8 +49,8 @@ class IndexMapping(IdMapping):
         for place in (self._hashes[1:-1] == self._hashes[:-2]).nonzero()[0][:1].tolist():
             first, second = (self._shown(number - 1) for number in self._numbers[place : place + 2].tolist())
             if first == second:
-                raise UserError(f"id {first} is there twice in a list of distinct ids; list it once")
-            raise UserError(f"ids {first} and {second} have one and the same 64-bit hash; rename one of them")
+                raise UserError(f"id {first} occurs twice in a list of distinct ids; list it once")
+            raise UserError(f"ids {first} and {second} have the same 64-bit hash; rename one of them")
         self._shift = np.uint64(65 - _num_places(len(ids)).bit_length())
         ends = np.bincount((hashes >> self._shift).view(np.int64), minlength=_num_places(len(ids)))
         np.cumsum(ends, out=ends)
@@ -69,7 +69,7 @@ class IndexMapping(IdMapping):
     def _check(self, keys: IdKeys, dtype: pa.DataType) -> None:
         if (len(keys.texts) and len(self._keys.numbers)) or (len(keys.numbers) and len(self._keys.texts)):
             raise UserError(
-                f"ids of type {dtype} do not compare with ids of type {self._dtype}; write both with one type"
+                f"ids of type {dtype} cannot be compared with ids of type {self._dtype}; write both with the same type"
             )
 
     def _find(self, keys: IdKeys, start: int, chunk: np.ndarray) -> np.ndarray:

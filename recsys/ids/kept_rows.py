@@ -62,7 +62,9 @@ class KeptRows:
                 raise ValueError("it must have a column kept of true and false, the first one true")
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise UserError(f"file '{path}' does not tell the rows of a table ({reason}); name one of a run") from error
+            raise UserError(
+                f"file '{path}' does not list the rows of a table ({reason}); name one that a run has written"
+            ) from error
         return KeptRows(kept)
 
 

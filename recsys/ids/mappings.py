@@ -149,7 +149,7 @@ class IdentityMapping(IdMapping):
             advice = "use mapping: hash" if outside[0] < 0 else "raise num_embeddings, or use mapping: hash"
             raise UserError(
                 f"id {outside[0]} is outside 0 … {self.num_rows - 1} (mapping: identity); {advice}; for a run that "
-                f"has been trained, leave such rows out (data.filter)"
+                f"is already trained, leave such rows out (data.filter)"
             )
 
     def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:

@@ -61,7 +61,9 @@ class IdCounter:
         if not len(ids):
             return
         if self._parts and is_text(self._parts[0].schema.field("id").type) != is_text(ids.type):
-            raise UserError("ids of one table are numbers in one place and texts in another; write them with one type")
+            raise UserError(
+                "ids of a table are numbers in one place and texts in another; write them with the same type"
+            )
         self._parts.append(pa.table({"id": ids, "count": counts}))
         self._num_new += len(ids)
         # Merge once there are as many new ids as merged ones, so that each id is merged only a few times.
@@ -226,7 +228,7 @@ def read_vocabulary(path: Path) -> pa.Array:
             f"vocabulary file '{path}' cannot be read ({reason}); name one that a run has written"
         ) from error
     if ids is None:
-        raise UserError(f"vocabulary file '{path}' has the columns {', '.join(names)}, and must have one called id")
+        raise UserError(f"vocabulary file '{path}' has the columns {', '.join(names)}, but must have one called id")
     if isinstance(ids.type, pa.BaseExtensionType):  # such as UUIDs, whose ids in data are hashed as their bytes
         ids = ids.cast(ids.type.storage_type)
     if pa.types.is_dictionary(ids.type):
@@ -234,7 +236,7 @@ def read_vocabulary(path: Path) -> pa.Array:
     if not (is_text(ids.type) or pa.types.is_integer(ids.type)):
         raise UserError(f"vocabulary file '{path}' has ids of type {ids.type}, which must be integers or strings")
     if ids.null_count:
-        raise UserError(f"vocabulary file '{path}' holds {ids.null_count} nulls as ids, and may hold none")
+        raise UserError(f"vocabulary file '{path}' holds {ids.null_count} nulls as ids, which are not allowed")
     distinct = len(ids.unique())
     if distinct < len(ids):
         raise UserError(f"vocabulary file '{path}' lists {len(ids) - distinct} ids again, and may list each once")

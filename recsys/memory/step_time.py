@@ -135,12 +135,12 @@ def speeds_of(config: Config, topology: Topology, price_per_hour: float | None) 
     speeds, kind = Speeds.load(Path(path)), topology.device.type
     if speeds.device_type != kind:
         raise UserError(
-            f"config key 'topology.speeds': '{path}' was measured on {speeds.device_type}, and the ranks are to run on "
+            f"config key 'topology.speeds': '{path}' was measured on {speeds.device_type}, but the ranks are to run on "
             f"{kind}; write it on such a machine, or set topology.device={speeds.device_type}"
         )
     if topology.world_size > 1 and not speeds.exchanged:
         raise UserError(
-            f"config key 'topology.speeds': '{path}' was measured on one rank, which exchanges nothing, and there are "
+            f"config key 'topology.speeds': '{path}' was measured on one rank, which exchanges nothing, but there are "
             f"to be {topology.world_size}; write it with: torchrun --standalone --nproc_per_node "
             f"{topology.local_world_size} -m recsys calibrate {path}"
         )

@@ -130,7 +130,7 @@ def _traced(
             _, output = step.dense(pooled, [by_id], batch)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UserError(
-            f"config key 'model.name': the model goes by what its numbers are ({error.func}), as with rows[mask], "
+            f"config key 'model.name': the model branches on values ({error.func}), as with rows[mask], "
             f"nonzero() or an if, and its memory is predicted by shapes alone; compute all rows, and choose by "
             f"torch.where"
         ) from error

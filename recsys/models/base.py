@@ -96,7 +96,7 @@ class Model(InParts, nn.Module):
         super().__init__()
         self.labels, self.distill = inputs.labels, inputs.distill
         if self.distill is not None and type(self).losses is not Model.losses:
-            raise UserError("config key 'train.distill': the model has a loss of its own, without a teacher; remove it")
+            raise UserError("config key 'train.distill': the model has its own loss, which reads no teacher; remove it")
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return a tensor or tuple of tensors whose first dimension is rows, or in training the ids of their lists.

@@ -75,9 +75,9 @@ def by_label(
         shape = list(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
         expected = "[rows]" if len(labels) == 1 else f"[rows, {len(labels)}]"
         raise UserError(
-            f"config key 'model.name': for {num_rows} rows the model's forward gave {shape}, and data.labels takes a "
-            f"number for each row and label, {expected}; return that, or give the model losses, evaluator and "
-            f"predictions of its own"
+            f"config key 'model.name': for {num_rows} rows the model's forward gave {shape}, but data.labels needs a "
+            f"number for each row and label, {expected}; return that, or give the model its own losses, evaluator "
+            f"and predictions"
         )
     return outputs.view(num_rows, len(labels)).unbind(1)
 
@@ -103,8 +103,8 @@ def in_order_of_tasks(losses: Mapping[str, torch.Tensor], tasks: Sequence[str]) 
         found = ", ".join(f"'{name}' of {shape}" for name, shape in zip(losses, shapes, strict=True)) or "none"
     wanted = "one name" if is_single else ", ".join(tasks)
     raise UserError(
-        f"config key 'model.name': the model's losses gave {found}, and must give a mapping of {wanted} to a sum over "
-        f"rows, a tensor of []; sum up terms that belong to one loss"
+        f"config key 'model.name': the model's losses gave {found}, but must give a mapping of {wanted} to a sum over "
+        f"rows, a tensor of []; add up the terms of one loss"
     )
 
 

@@ -55,7 +55,7 @@ class DLRMConfig(ModelConfig):
     def check(self, config: Config) -> None:
         if len(config.features) == 1 and self.interaction is Interaction.dot:
             raise UserError(
-                "model dlrm with interaction=dot needs two features to take dot products of; add a feature, or set "
+                "model dlrm with interaction=dot needs two features for a dot product; add a feature, or set "
                 "model.interaction=dot_and_embeddings"
             )
         for name, query in self.attention.items():
@@ -65,7 +65,7 @@ class DLRMConfig(ModelConfig):
         if len(set(dims.values())) > 1:
             shown = ", ".join(f"tables.{table} with {dim}" for table, dim in dims.items())
             raise UserError(
-                f"config key 'model.attention': its features' tables must have one embedding_dim, found {shown}"
+                f"config key 'model.attention': its features' tables must have the same embedding_dim, found {shown}"
             )
 
     def _check_attention(self, config: Config, name: str, query: str) -> None:
@@ -75,13 +75,13 @@ class DLRMConfig(ModelConfig):
         one_of(key, query, ids, "id feature")
         if query in self.attention:
             raise UserError(
-                f"config key '{key}': the rows of '{query}' are weighted themselves; name a feature that has one "
+                f"config key '{key}': '{query}' is itself weighted by attention; name a feature that has one "
                 f"vector a row"
             )
         own, other = (table_of_feature(config, input_name).model_dim for input_name in (name, query))
         if own != other:
             raise UserError(
-                f"config key '{key}': its table has embedding_dim {own}, and that of '{query}' {other}; they are "
+                f"config key '{key}': its table has embedding_dim {own}, but that of '{query}' has {other}; they are "
                 f"compared element by element, so make them equal"
             )
 

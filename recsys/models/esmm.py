@@ -29,8 +29,8 @@ class ESMMConfig(TaskConfig):
         labels = config.labels()
         if len(labels) < 2 or any(label.loss is not LabelLoss.binary for label in labels.values()):
             raise UserError(
-                f"model {self.name} learns binary labels, two or more, in the order in which they happen, as a click "
-                f"and then a purchase; config key 'data.labels' has {', '.join(labels) or 'none'}"
+                f"model {self.name} learns two or more binary labels in the order in which they happen, such as click, "
+                f"then purchase; config key 'data.labels' has {', '.join(labels) or 'none'}"
             )
 
 

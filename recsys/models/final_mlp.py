@@ -46,7 +46,7 @@ class FinalMLPConfig(ModelConfig):
                 one_of(f"model.{key}", name, ids, "id feature")
         if set(ids) <= {*self.gate_1, *self.gate_2}:
             raise UserError(
-                f"config keys 'model.gate_1' and 'model.gate_2' leave no id feature to be gated, found "
+                f"config keys 'model.gate_1' and 'model.gate_2' leave no id feature to gate, found "
                 f"{self.gate_1} and {self.gate_2}; drop some"
             )
         for key in ("mlp_1", "mlp_2"):

@@ -30,7 +30,7 @@ class FMConfig(ModelConfig):
         check_equal_widths(config, f"model {self.name} multiplies vectors element by element; make them equal")
         if len(config.labels()) > 1:
             raise UserError(
-                f"model {self.name} learns one label, and config key 'data.labels' has {len(config.labels())}"
+                f"model {self.name} learns one label, but config key 'data.labels' has {len(config.labels())}"
             )
 
 

@@ -40,7 +40,7 @@ class RetrievalConfig(ModelConfig):
         for key in ("top_k", "metrics"):
             values = getattr(self, key)
             if len(set(values)) < max(1, len(values)):
-                raise UserError(f"config key 'model.{key}' must name one thing at least, and each once")
+                raise UserError(f"config key 'model.{key}' must name at least one entry, and each once")
 
 
 @dataclass
@@ -73,13 +73,13 @@ class ListConfig(RetrievalConfig):
         history, item = config.features[self.history], config.features[self.item_id]
         if history.table != item.table:
             raise UserError(
-                f"config key 'model.history': its items are compared with those of model.item_id, so both take one "
-                f"table, found tables.{history.table} and tables.{item.table}"
+                f"config key 'model.history': its items are compared with those of model.item_id, so both need the "
+                f"same table, found tables.{history.table} and tables.{item.table}"
             )
         if history.weights is not None:
             raise UserError(f"config key 'features.{self.history}.weights': model {self.name} reads none; drop it")
         if not config.data.items:
-            raise UserError("config key 'data.items' is not set, and negatives are drawn from a file of all items")
+            raise UserError("config key 'data.items' is not set, but negatives are sampled from a file of all items")
 
 
 class RetrievalModel(Model):
@@ -140,8 +140,8 @@ def check_vectors(outputs: Any, num_rows: int, dim: int) -> None:
     if shapes != [[num_rows, dim]] * 2:
         given = " and ".join(map(str, shapes))
         raise UserError(
-            f"config key 'model.name': for {num_rows} rows the model's forward gave {given} in evaluation, and vectors "
-            f"of users and of items are to be ranked, [rows, {dim}] each by Needs.vector_dim; return these, or set it"
+            f"config key 'model.name': for {num_rows} rows the model's forward gave {given} in evaluation, but must "
+            f"give vectors of users and of items, [rows, {dim}] each by Needs.vector_dim; return these, or set it"
         )
 
 

@@ -73,7 +73,7 @@ class SASRecConfig(ListConfig):
         if history.max_length != self.max_length + 1:
             raise UserError(
                 f"config key 'features.{self.history}.max_length' must be model.max_length + 1 = {self.max_length + 1},"
-                f" since the last item of a list is only to be found, found {history.max_length}"
+                f" since the last item of a list is only a target, found {history.max_length}"
             )
         dim = config.tables[history.table or ""].model_dim if history.table in config.tables else self.dim
         if dim != self.dim or self.dim % self.num_heads:
@@ -82,11 +82,11 @@ class SASRecConfig(ListConfig):
                 f"model.num_heads={self.num_heads}, found {self.dim}"
             )
         if self.layer is SequenceLayer.hstu and self.feed_forward is not None:
-            raise UserError("config key 'model.feed_forward': layer hstu has no such layers; remove it")
+            raise UserError("config key 'model.feed_forward': layer hstu has no feed-forward part; remove it")
         if self.loss is SequenceLoss.gbce and self.num_items is None:
-            raise UserError("config key 'model.num_items' is not set, and gbce has to know how many items there are")
+            raise UserError("config key 'model.num_items' is not set, but gbce needs the number of items")
         if config.train.compile:
-            raise UserError("config key 'train.compile': lists take other shapes in each step; set it to false")
+            raise UserError("config key 'train.compile': lists have another shape in each step; set it to false")
 
 
 class SASRec(ListModel, PartByPart):

@@ -64,7 +64,7 @@ def check_user_items(section: Any, config: Config, lists: dict[str, str]) -> Non
         one_of(f"model.{key}", name, config.features, "feature")
     if len(config.features) != len(names) or len(set(names.values())) != len(names):
         raise UserError(
-            f"model {section.name} reads these features, each another one: model.{', model.'.join(names)}; found "
+            f"model {section.name} reads these distinct features: model.{', model.'.join(names)}; found "
             f"{list(config.features)}"
         )
     section.check_lists(config)

@@ -90,7 +90,7 @@ class TwoTowerConfig(RetrievalConfig):
         shared = set(self.user_features) & set(self.item_features)
         if shared:
             raise UserError(
-                f"feature '{min(shared)}' stands in model.user_features and model.item_features; keep one of them"
+                f"feature '{min(shared)}' is in both model.user_features and model.item_features; remove it from one"
             )
         unused = set(config.features) - set(self.user_features) - set(self.item_features)
         if unused:
@@ -99,11 +99,11 @@ class TwoTowerConfig(RetrievalConfig):
                 f"remove features.{min(unused)}"
             )
         if self.loss not in (RetrievalLoss.softmax, RetrievalLoss.bpr):
-            raise UserError(f"config key 'model.loss': {self.loss.name} is of simplex alone; softmax and bpr are here")
+            raise UserError(f"config key 'model.loss': {self.loss.name} belongs to model simplex; use softmax or bpr")
         if self.loss is RetrievalLoss.bpr and self.logq_correction:
-            raise UserError("config key 'model.logq_correction' is of the softmax; with loss bpr, set it to false")
+            raise UserError("config key 'model.logq_correction' corrects the softmax; with loss bpr, set it to false")
         if self.sampled_negatives and not config.data.items:
-            raise UserError("config key 'model.sampled_negatives' draws items of data.items, which is not set")
+            raise UserError("config key 'model.sampled_negatives' samples items from data.items, which is not set")
 
 
 class Tower(nn.Module):

@@ -66,8 +66,8 @@ class UltraGCNConfig(ListConfig):
         for key in ("positive_weights", "negative_weights"):
             if len(getattr(self, key)) != 2:
                 raise UserError(
-                    f"config key 'model.{key}' must be two numbers, a weight for all and one that goes by degrees, "
-                    f"found {getattr(self, key)}"
+                    f"config key 'model.{key}' must be two numbers, one weight for all and one that depends on "
+                    f"degrees, found {getattr(self, key)}"
                 )
         if self.neighbours is None:
             return

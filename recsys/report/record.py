@@ -261,7 +261,7 @@ def open_record(path: Path, error: str | None = None) -> Record:
     if (path / MARKER).exists():
         above = os.path.normpath(path / ".." / "..")
         hint = f"'{above}'" if (Path(above) / "config.yaml").exists() else "the folder that its run has written to"
-        raise UserError(f"'{path}' is a checkpoint, and a run directory is asked for; name {hint}")
+        raise UserError(f"'{path}' is a checkpoint, but a run directory is needed; name {hint}")
     if not (path / "config.yaml").exists():
         raise UserError(f"'{path}' holds no run; name a folder that a run has written to, such as runs/NAME-TIME")
     return Record(path, error)
@@ -282,7 +282,7 @@ def _check(path: Path, content: Any, shape: Any) -> None:
 
 
 def _damaged(path: Path, problem: str) -> UserError:
-    return UserError(f"'{path}' is damaged ({problem}); remove it, and the page shows what else is there")
+    return UserError(f"'{path}' is damaged ({problem}); remove it, and the page shows the rest")
 
 
 def read_config(text: str) -> dict[str, Any]:

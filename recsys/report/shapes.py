@@ -67,7 +67,7 @@ def _misfit(value: Any, shape: Any, place: str) -> str:
         shapes_of_values = shape * len(value) if len(shape) == 1 else shape
         items = [(item, inner, str(i)) for i, (item, inner) in enumerate(zip(value, shapes_of_values, strict=True))]
     else:
-        return "" if _is_plain(value, shape) else f"{place} is {json.dumps(value)[:40]}, and must be {_word(shape)}"
+        return "" if _is_plain(value, shape) else f"{place} is {json.dumps(value)[:40]}, but must be {_word(shape)}"
     below = "" if place == "it" else f"{place}."
     return next(filter(None, (misfit(item, inner, f"{below}{name}") for item, inner, name in items)), "")
 

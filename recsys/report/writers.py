@@ -285,7 +285,7 @@ class Writers(Writer):
             except Exception as error:  # of a network or a disk, of a type that each library chooses
                 del self._trackers[tracker]
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                logger.warning("%s takes no more figures of this run (%s)", _PACKAGES[tracker], reason)
+                logger.warning("%s gets no more metrics of this run (%s)", _PACKAGES[tracker], reason)
 
 
 def import_trackers(config: Config) -> None:
@@ -299,7 +299,7 @@ def import_trackers(config: Config) -> None:
         if not is_installed(package):
             raise UserError(
                 f"config key 'run.track.to': the Python package '{package}' is not installed; `pip install {package}` "
-                f"installs it, and without {tracker.name} in the list it is not needed"
+                f"installs it, or remove {tracker.name} from the list"
             )
         import_module("torch.utils.tensorboard" if tracker is Tracker.tensorboard else package)
 
@@ -319,7 +319,9 @@ def open_writers(config: Config, run_dir: Path, step: int, plan: str) -> Writers
     """
     chosen = asked_trackers(config)
     if config.run.track.to is None and not chosen:
-        logger.info("no curves for TensorBoard: `pip install tensorboard` brings them; report.html has some")
+        logger.info(
+            "no curves for TensorBoard, which is not installed (`pip install tensorboard`); report.html has curves too"
+        )
     trackers = {tracker: partial(_WRITERS[tracker], config, run_dir, step) for tracker in chosen}
     writers = Writers(JsonLines(run_dir / "metrics.jsonl", step), trackers)
     writers.config(config_text(config))

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
     return int(text)
 
 
@@ -43,12 +43,12 @@ def price(text: str) -> float:
     """Return a price.
 
     Raises:
-        ArgumentTypeError: it is no number above 0.
+        ArgumentTypeError: it is not a number above 0.
     """
     with suppress(ValueError):
         if 0 < (value := float(text)) < math.inf:
             return value
-    raise argparse.ArgumentTypeError(f"'{text}' is no number above 0")
+    raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
 
 
 def add_evaluation(parser: argparse.ArgumentParser) -> None:

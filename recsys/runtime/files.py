@@ -112,7 +112,7 @@ def prepare_json(path: Path, command: str, *keys: str) -> None:
         UserError: it is such a file, cannot be written, or lies in no folder.
     """
     if not path.parent.is_dir():
-        raise UserError(f"'{path.parent}' is no folder to write {path.name} into; make it first")
+        raise UserError(f"'{path.parent}' is not a folder, so {path.name} cannot be written there; make it first")
     prepare_output(path)
     try:
         content = path.read_bytes()
@@ -122,7 +122,7 @@ def prepare_json(path: Path, command: str, *keys: str) -> None:
     except (OSError, ValueError, TypeError):
         is_own = False
     if not is_own:
-        raise UserError(f"OUT: '{path}' is there, and no file of `{command}`; name another file")
+        raise UserError(f"OUT: '{path}' exists and was not written by `{command}`; name another file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"OUT: '{path}' cannot be written; name another file")
 

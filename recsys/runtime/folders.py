@@ -26,8 +26,7 @@ def whole_folder(out: Path, argument: str = "OUT", replaces: bool = False) -> It
     out = out.resolve()  # the folder itself, where a link leads to it
     if out.is_mount():  # told before any work, which would be lost
         raise UserError(
-            f"{argument}: '{out}' is where a disk, or a container's volume, is mounted, and cannot be replaced; name "
-            f"a folder in it"
+            f"{argument}: '{out}' is the mount point of a disk or volume, which cannot be replaced; name a folder in it"
         )
     aside = out.parent / f".{out.name}.tmp"
     with output_lock(argument) as lock:

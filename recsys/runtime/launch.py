@@ -57,8 +57,8 @@ def _check_below(rank_name: str, size_name: str) -> tuple[int, int]:
     rank, size = os.environ.get(rank_name) or "0", os.environ.get(size_name) or ""
     if not (rank.isdecimal() and (not size or (size.isdecimal() and int(rank) < int(size)))):
         raise UserError(
-            f"the environment variables {rank_name} and {size_name} must be whole numbers, the first from 0 to less "
-            f"than the second, found {rank!r} and {size!r}; torchrun sets both"
+            f"the environment variables {rank_name} and {size_name} must be whole numbers, the first at least 0 and "
+            f"less than the second, found {rank!r} and {size!r}; torchrun sets both"
         )
     return int(rank), int(size or 1)
 

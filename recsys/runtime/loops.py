@@ -60,8 +60,8 @@ def compile_loops() -> bool:
 @cache  # each evaluation asks again
 def _warn(reason: str) -> None:
     logger.warning(
-        "threads decode slower, by NumPy, since numba cannot be used (%s); install the release that the "
-        "extra 'threads' names, or uninstall it",
+        "decoding threads use the slower NumPy loops, since numba cannot be used (%s); install the release that "
+        "the extra 'threads' names, or uninstall it",
         reason,
     )
 

@@ -34,7 +34,9 @@ def prepare_parquet(path: Path, *columns: str) -> None:
     except (OSError, pa.ArrowException):
         missing = [*columns]
     if missing:
-        raise UserError(f"OUT: '{path}' is there, and has no column '{missing[0]}' of such a file; name another file")
+        raise UserError(
+            f"OUT: '{path}' exists and has no column '{missing[0]}', which such a file has; name another file"
+        )
 
 
 def write_parquet(path: Path, tables: Iterable[pa.Table]) -> None:

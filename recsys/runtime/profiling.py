@@ -66,7 +66,7 @@ def traced_steps(num_steps: int, path: Path, device: torch.device) -> Iterator[C
             text = profile_text(done.events() or (), path.stem.replace("_", " "))
             replace_file(path.with_suffix(".txt"), text)
         except OSError as error:
-            logger.warning("'%s' cannot be written (%s); training goes on without it", path, why(error))
+            logger.warning("'%s' cannot be written (%s); training continues without it", path, why(error))
 
     with profile(
         activities=activities,

@@ -62,7 +62,7 @@ class StopRequests:
         if self._file is not None and not self._target.stop_requested and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _POLL_SECONDS
             if self._file.exists():
-                logger.info("'%s' is there: ending after this step", self._file)
+                logger.info("'%s' exists: stopping after this step", self._file)
                 self._target.stop_requested = True
         return self._target.stop_requested
 

@@ -124,7 +124,7 @@ def _check_build(versions: dict[str, str], fbgemm: str) -> None:
     if torch_build == "cpu" and fbgemm == "fbgemm-gpu" and fbgemm_build != "cpu":
         raise UserError(
             f"torch {versions['torch']} is a CPU build and fbgemm-gpu {versions['fbgemm-gpu']} needs a CUDA "
-            f"build: install fbgemm-gpu-cpu in its place, or a CUDA build of torch; {SETUP}"
+            f"build: install fbgemm-gpu-cpu instead, or a CUDA build of torch; {SETUP}"
         )
 
 

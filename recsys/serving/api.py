@@ -66,7 +66,7 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes
     """
     _check_alone()
     if not isinstance(num_processes, Integral) or num_processes < 1:
-        raise UserError(f"num_processes is {num_processes!r}, and must be a whole number above 0")
+        raise UserError(f"num_processes is {num_processes!r}, but must be a whole number above 0")
     with tempfile.TemporaryDirectory() as folder:
         path = _config_file(config, Path(folder))
         loaded = load_config(path, _texts("overrides", overrides, "'train.epochs=3'"))
@@ -93,7 +93,7 @@ def _config_file(config: Any, folder: Path) -> Path:
         return Path(config)
     if not isinstance(config, Mapping):
         raise UserError(
-            f"the config is of type {type(config).__name__}, and may be the path of a YAML file or a mapping"
+            f"the config is of type {type(config).__name__}, but must be the path of a YAML file or a mapping"
         )
     content = OmegaConf.to_container(config) if isinstance(config, DictConfig) else _plain_values(config)
     if isinstance(content, dict) and isinstance(content.get("base"), str):
@@ -123,7 +123,7 @@ def _texts(name: str, values: Any, example: str) -> Any:
     """Return an argument if it is a list of texts, or None; a single text would be read letter by letter."""
     texts = None if isinstance(values, str) or not isinstance(values, Iterable) else [*values]
     if values is not None and (texts is None or not all(isinstance(text, str) for text in texts)):
-        raise UserError(f"{name}: found {values!r}, and each must be a text in a list, such as [{example}]")
+        raise UserError(f"{name}: found {values!r}, but must be a list of texts, such as [{example}]")
     return texts
 
 
@@ -198,15 +198,15 @@ def _check_alone() -> None:
     """
     if rank := rank_of_several():
         raise UserError(
-            f"a run is opened on one process alone, and a launcher started this one as {rank} (the environment "
-            f"variables RANK and WORLD_SIZE); start it without one, or give the launcher the command: torchrun … -m "
-            f"recsys predict RUN DATA OUT"
+            f"a run can be opened in one process only, but a launcher started this one as {rank} (the "
+            f"environment variables RANK and WORLD_SIZE); start it without a launcher, or give the launcher a "
+            f"command: torchrun … -m recsys predict RUN DATA OUT"
         )
     _check_not_forked()
     if not _worlds and dist.is_initialized():
         raise UserError(
-            "this process is in a process group of torch.distributed, and an open run has one of its own; open it in "
-            "a process of its own, or call torch.distributed.destroy_process_group() before"
+            "this process is in a process group of torch.distributed, but an open run needs its own; open it in "
+            "a separate process, or call torch.distributed.destroy_process_group() first"
         )
 
 
@@ -218,8 +218,8 @@ def _check_not_forked() -> None:
     """
     if _worlds and os.getpid() not in _worlds:
         raise UserError(
-            "this process was forked from one that has a run open, and lacks the threads that compute; open the run in "
-            "processes that are spawned, as multiprocessing.get_context('spawn') starts them"
+            "this process was forked from one that has a run open, and lacks its compute threads; open the run in "
+            "spawned processes, by multiprocessing.get_context('spawn')"
         )
 
 
@@ -239,8 +239,8 @@ def _world(device: Device, num_threads: int | None) -> World:
     (world,) = _worlds.values()
     if device is not Device.auto and device.value != world.device.type:
         raise UserError(
-            f"config key 'run.device' is {device.value}, and this process has a run open on {world.device.type}; open "
-            f"it in a process of its own"
+            f"config key 'run.device' is {device.value}, but this process has a run open on {world.device.type}; open "
+            f"it in a separate process"
         )
     return world
 
@@ -257,8 +257,8 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
             table = as_table(dict(data) if isinstance(data, Mapping) else data)
         except ExportError as error:
             raise UserError(
-                f"DATA is of type {type(data).__name__}, and may be paths, an Arrow table, a data frame or a mapping "
-                f"of columns of one length{_reason(data, error.__cause__)}"
+                f"DATA is of type {type(data).__name__}, but must be paths, an Arrow table, a data frame or a mapping "
+                f"of columns of the same length{_reason(data, error.__cause__)}"
             ) from error
         with tempfile.TemporaryDirectory() as folder:
             try:

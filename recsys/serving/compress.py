@@ -71,7 +71,7 @@ class Request:
             if word not in allowed:
                 raise UserError(f"{option}: there is no '{word}'{nearest(word, allowed)} (known: {', '.join(allowed)})")
         if "distill" in self.steps and world_size > 1:
-            raise UserError("--steps: distill trains in a process of its own; start recsys compress on one rank")
+            raise UserError("--steps: distill trains in a separate process; start recsys compress on one rank")
         if "distill" in self.steps:
             check_student(run.checkpoint, self.student, self.steps)
         self.allowed(1.0)
@@ -84,7 +84,9 @@ class Request:
         except ValueError:
             number = -1.0
         if not 0 <= number < float("inf"):
-            raise UserError(f"--max-loss must be a number from 0 on, or a percentage such as 1%, found {self.max_loss}")
+            raise UserError(
+                f"--max-loss must be a number of at least 0, or a percentage such as 1%, found {self.max_loss}"
+            )
         return number / 100 * abs(value) if is_share else number
 
 

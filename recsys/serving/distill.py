@@ -62,8 +62,8 @@ def _check_rows(trained: Config, student: Config) -> None:
         rows = trained.tables[name].num_embeddings if name in trained.tables else None
         if table.kept_rows == _PRUNED and table.num_embeddings != rows:
             raise UserError(
-                f"config key 'tables.{name}.num_embeddings' is {table.num_embeddings}, and those kept are of {rows}; "
-                f"leave it, or begin with all ids by tables.{name}.kept_rows=null"
+                f"config key 'tables.{name}.num_embeddings' is {table.num_embeddings}, but the kept rows were chosen "
+                f"out of {rows}; leave it, or start with all ids by tables.{name}.kept_rows=null"
             )
 
 

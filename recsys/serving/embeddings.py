@@ -57,10 +57,10 @@ def embeddings(
     """
     table = table_of(run, name, keep)
     if queries is not None and index is None:
-        raise UserError("--queries are users to measure the recall of an index on; ask for one with --faiss")
+        raise UserError("--queries are users on whom the recall of an index is measured; add --faiss")
     if index is not None:
         if table is not None or name != "item":
-            raise UserError(f"--faiss makes an index of vectors of items, and not of '{name}'; leave it out")
+            raise UserError(f"--faiss indexes vectors of items, not of '{name}'; leave it out")
         faiss()  # refuses before anything is computed
     if table is not None:
         return _write_table(run, table, out, data)
@@ -110,7 +110,7 @@ def table_of(run: Finished, name: str, keep: Sequence[str] | None) -> str | None
         ]
         raise UserError(f"the run has no vectors of '{name}'{nearest(str(name), names)} (known: {', '.join(names)})")
     if keep is not None:
-        raise UserError(f"--keep names columns of users or items, and vectors of table '{table}' have their id alone")
+        raise UserError(f"--keep names columns of users or items, but vectors of table '{table}' have only their id")
     return table
 
 
@@ -130,7 +130,7 @@ def rows_of_tower(
             own = Given("items", config.data.items, tuple(keep), filter, key="data.items", max_rows=max_rows)
             return own, keep
     if data is None:
-        raise UserError(f"nothing says of which {tower}s the vectors are wanted; give their rows as --data")
+        raise UserError(f"nothing says which {tower}s' vectors are wanted; give their rows as --data")
     return run.given("items" if tower == "item" else "queries", data, keep), keep
 
 
@@ -202,7 +202,7 @@ def open_table(run: Finished, marker: Marker, world: World, table: str, data: st
     are_buckets = all(feature.boundaries for feature in features)  # an id is the number of boundaries up to a value
     if data is not None:
         if are_buckets:
-            raise UserError(f"ids of table '{table}' are buckets of numbers, which the run knows; give no --data")
+            raise UserError(f"ids of table '{table}' are buckets of numbers, which the run knows; leave out --data")
         ids, task["data"] = _ids_in(run, world, table, data)
         return TableVectors(run, marker, table, mapping, ids, len(ids), task)
     number = 0
@@ -212,8 +212,8 @@ def open_table(run: Finished, marker: Marker, world: World, table: str, data: st
         number = max(1 + len(feature.boundaries or ()) for feature in features)
     if vocabulary is None and not number:
         raise UserError(
-            f"table '{table}' has mapping: {settings.mapping.value}, which keeps no ids; give data that hold the ids "
-            f"wanted, as --data"
+            f"table '{table}' has mapping: {settings.mapping.value}, which keeps no ids; give data that hold the "
+            f"wanted ids as --data"
         )
     return TableVectors(
         run, marker, table, mapping, vocabulary, number if vocabulary is None else len(vocabulary), task

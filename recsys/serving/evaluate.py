@@ -73,7 +73,7 @@ class Extras:
 
     def __post_init__(self) -> None:
         if self.cold and self.by is None:
-            raise UserError("--cold tells the values of a column apart; name it by --by")
+            raise UserError("--cold splits the values of a column; name it with --by")
 
     def columns(self) -> dict[str, str]:
         """Return the columns to read of the rows, each with the option that needs it."""
@@ -177,7 +177,7 @@ def _slices(opened: OpenRun, extras: Extras) -> _Slices:
 
 def _check_cold(column: str, dtype: pa.DataType) -> None:
     if pa.types.is_nested(dtype):
-        raise UserError(f"--cold: column '{column}' is {dtype}; it goes by a column of one id a row")
+        raise UserError(f"--cold: column '{column}' is {dtype}; it needs a column with one id a row")
 
 
 def _name(value: pa.Scalar) -> str:
@@ -200,9 +200,9 @@ def _metrics(opened: OpenRun, loader: Loader, extras: Extras = Extras(), slices_
     in_units = bool(extras.group or extras.bootstrap)
     kept, total, by_slice = KeptRows(loader, list(extras.columns()), numbered=in_units), make(), dict[str, Evaluator]()
     if in_units and not isinstance(total, (LabelEvaluator, RetrievalEvaluator)):
-        raise UserError(f"--{'group' if extras.group else 'bootstrap'}: the model has metrics of its own; leave it out")
+        raise UserError(f"--{'group' if extras.group else 'bootstrap'}: the model has its own metrics; leave it out")
     if extras.group and not extras.bootstrap and isinstance(total, RetrievalEvaluator):
-        raise UserError("--group: metrics of users and items have no AUC of groups; add --bootstrap N, or leave it out")
+        raise UserError("--group: retrieval metrics have no AUC by group; add --bootstrap N, or leave it out")
     for output in outputs_of(inputs, opened.model, loader):
         batch, rows = output.batch, kept.take(output.batch.num_rows)
         of_units = (_units(rows, extras.group, len(batch.weights)),) if in_units else ()
@@ -212,7 +212,7 @@ def _metrics(opened: OpenRun, loader: Loader, extras: Extras = Extras(), slices_
             if value not in by_slice:
                 if len(by_slice) == _MOST_SLICES:
                     raise UserError(
-                        f"--by: column '{extras.by}' has more than {_MOST_SLICES} values; take a coarser one, or --cold"
+                        f"--by: column '{extras.by}' has more than {_MOST_SLICES} values; use a coarser one, or --cold"
                     )
                 by_slice[value] = make()
             of_value = np.zeros(len(batch.weights), np.float32)
@@ -246,7 +246,7 @@ def _units(rows: pa.Table, group: str | None, num_rows: int) -> np.ndarray:
     if group is not None:
         column = rows[group].combine_chunks()
         if pa.types.is_nested(column.type):
-            raise UserError(f"--group: column '{group}' is {column.type}; a group is one id a row")
+            raise UserError(f"--group: column '{group}' is {column.type}; but a group needs one id a row")
         not_null = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
         try:
             units[not_null] = hash_column(column.drop_null())

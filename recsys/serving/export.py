@@ -62,7 +62,7 @@ def export(run: Finished, out: Path, tables: str = "fp32") -> int:
     """
     check_packages()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"'{out}' is there already; name another folder, or remove it")
+        raise UserError(f"'{out}' already exists; name another folder, or remove it")
     quiet_libraries()
     with open_world(Device.cpu, run.config.run.num_threads) as world:
         source = Source(run.checkpoint, verify_checkpoint(run.checkpoint, world), init=None)

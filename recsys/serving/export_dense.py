@@ -223,7 +223,7 @@ class DenseExport:
             reason = " ".join(str(error).split())[:300]
             raise UserError(
                 f"torch cannot export model '{type(self._model).__name__}' ({type(error).__name__}: {reason}); its "
-                f"forward has to be made of operators that torch.export and ONNX have"
+                f"forward may use only operators that torch.export and ONNX have"
             ) from error
         return program, onnx
 
@@ -263,8 +263,8 @@ class DenseExport:
                 worst = float(np.max(np.abs(ours - theirs) / np.maximum(1, np.abs(ours)), initial=0.0))
                 if not worst <= (_CLOSE_INT8 if self._in_int8 else _CLOSE):
                     raise UserError(
-                        f"'{file}' gives other numbers in ONNX Runtime than model '{type(self._model).__name__}' in "
-                        f"torch (they differ by {worst:.3g}); report it with the model"
+                        f"'{file}' and model '{type(self._model).__name__}' in torch differ by {worst:.3g} in ONNX "
+                        f"Runtime; report it with the model"
                     )
 
 

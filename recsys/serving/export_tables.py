@@ -79,10 +79,10 @@ def write_table(files: Files, name: str, checkpoint: Path, entry: Entry, encodin
     """
     num_rows, columns = entry.size
     if entry.dtype not in _STORED:
-        raise UserError(f"table '{name}' is stored as {entry.dtype}, and export reads {', '.join(_STORED)}")
+        raise UserError(f"table '{name}' is stored as {entry.dtype}, but export reads {', '.join(_STORED)}")
     encoding = _STORED[entry.dtype] if encoding == "stored" else encoding
     if encoding == "int2" and columns % 8:
-        raise UserError(f"table '{name}' has embedding_dim {columns}, and int2 takes a multiple of 8; use int4")
+        raise UserError(f"table '{name}' has embedding_dim {columns}, but int2 needs a multiple of 8; use int4")
     step, strides = max(1, CHUNK_BYTES // (4 * columns)), set()
 
     def chunks() -> Iterator[np.ndarray]:

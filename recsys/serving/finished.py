@@ -91,8 +91,8 @@ def find_run(run: str, overrides: Sequence[str] = (), trust_code: bool = False) 
     for key in keys:
         if not key.startswith(_CHANGEABLE):
             raise UserError(
-                f"config key '{key}' is a part of what the run has trained; what may be others are "
-                f"{', '.join(f'{prefix}*' if prefix.endswith('.') else prefix for prefix in _CHANGEABLE)} alone"
+                f"config key '{key}' is fixed by what the run has trained; only these may change: "
+                f"{', '.join(f'{prefix}*' if prefix.endswith('.') else prefix for prefix in _CHANGEABLE)}"
                 f"{nearest(key, ('data.valid', 'data.test', 'data.items', *_CHANGEABLE[2:]))}"
             )
     changes = [*_NO_TRAINING, *overrides]
@@ -126,8 +126,8 @@ def dense_weights(model: torch.nn.Module, source: Source) -> dict[str, LocalTens
     sizes = {name: weight.size for name, weight in weights.items()}
     if differing := sorted(name for name in {**saved, **sizes} if saved.get(name) != sizes.get(name)):
         raise UserError(
-            f"checkpoint '{source.path}' has other weights than the class of the model ({', '.join(differing[:5])}); "
-            f"give the class back the code that it was trained with"
+            f"checkpoint '{source.path}' has other weights than the model's class ({', '.join(differing[:5])}); "
+            f"restore the code that it was trained with"
         )
     return weights
 

@@ -38,10 +38,10 @@ class Follower:
 
     def __init__(self, folder: str | Path, every_s: float | None = None) -> None:
         if every_s is not None and not (isinstance(every_s, Real) and 0 < every_s <= threading.TIMEOUT_MAX):
-            raise ExportError(f"every_s is {every_s!r}, and must be seconds above 0, or None")
+            raise ExportError(f"every_s is {every_s!r}, but must be seconds above 0, or None")
         if not isinstance(folder, str | os.PathLike):
             raise ExportError(
-                f"the folder is of type {type(folder).__name__}, and must be the path of train.publish.dir"
+                f"the folder is of type {type(folder).__name__}, but must be the path of train.publish.dir"
             )
         self._folder, self._every_s = Path(folder), every_s
         self.number, self.step, self._last = 0, 0, ""

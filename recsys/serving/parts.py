@@ -104,12 +104,12 @@ class Parts:
         except (OSError, ValueError):
             content = None
         if misfit(content, _SHAPE) or not 0 <= content["done"] <= len(content["rows"]):
-            raise UserError(f"'{self.folder}' is not empty, and holds nothing to go on with; {remedy}")
+            raise UserError(f"'{self.folder}' is not empty, but holds nothing to resume; {remedy}")
         task = content["task"]
         differing = [key for key in {**self.task, **task} if self.task.get(key) != task.get(key)]
         if differing or content["rows"] != self.rows:
             what = ", ".join(differing) or "rows"
-            raise UserError(f"'{self.folder}' holds what something else gave (other {what}); {remedy}")
+            raise UserError(f"'{self.folder}' was written from something else (other {what}); {remedy}")
         return int(content["done"])
 
     def _save(self) -> None:

@@ -62,9 +62,9 @@ def check_recommends(run: Finished, k: int) -> None:
     if run.config.model.needs().item_id is None:
         raise UserError(f"model '{run.config.model.name}' has no vectors of items to recommend; predict scores rows")
     if run.config.data.items is None:
-        raise UserError("config key 'data.items' names no data: the items to recommend")
+        raise UserError("config key 'data.items' is not set; name the items to recommend")
     if not isinstance(k, Integral) or k < 1:
-        raise UserError(f"k is {k!r}, and must be a whole number above 0")
+        raise UserError(f"k is {k!r}, but must be a whole number above 0")
 
 
 def write_results(
@@ -159,7 +159,9 @@ def scored(
     for output in outputs_of(opened.inputs, opened.model, loader):
         table, scores = kept.take(output.batch.num_rows), results(output).slice(0, output.batch.num_rows)
         if twice := [name for name in scores.column_names if name in table.column_names]:
-            raise UserError(f"--keep: column '{twice[0]}' would be there twice; leave it out, or rename it in the data")
+            raise UserError(
+                f"--keep: column '{twice[0]}' would be written twice; leave it out, or rename it in the data"
+            )
         rows += loader.global_batch_size
         show(rows)
         yield pa.table([*table.columns, *scores.columns], [*table.column_names, *scores.column_names])
@@ -206,7 +208,7 @@ def scores_of_rows(opened: OpenRun) -> Results:
         for name, column in columns.items():
             if column.shape != output.batch.weights.shape:
                 raise UserError(
-                    f"config key 'model.name': the model's predictions gave '{name}' of {list(column.shape)}, and must "
+                    f"config key 'model.name': the model's predictions gave '{name}' of {list(column.shape)}, but must "
                     f"give a number for each row, [{len(output.batch.weights)}]"
                 )
         return pa.table({name: column.cpu().numpy() for name, column in columns.items()})

@@ -327,7 +327,7 @@ def as_table(rows: Any) -> pa.Table:
 
 def _values(name: str, values: Any) -> Any:
     if isinstance(values, str | bytes | dict):  # Arrow would take each letter or key for a row
-        raise TypeError(f"column {name!r} is of type {type(values).__name__}, and must be a list of values")
+        raise TypeError(f"column {name!r} is of type {type(values).__name__}, but must be a list of values")
     try:
         return values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values)
     except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
@@ -365,7 +365,7 @@ class Index:
         """Return the numbers of keys, -1 of those not in it; hashes are by its seed, and errors begin with `where`."""
         kind = self._entry["ids"]
         if len(self._hashes) and ((len(keys.texts) and kind != "texts") or (len(keys.numbers) and kind == "texts")):
-            raise ExportError(f"{where}ids of type {keys.kind} are none of the {kind} of the model; write both as one")
+            raise ExportError(f"{where}ids of type {keys.kind} are not {kind}, which the model reads; write those")
         if not len(self._hashes):
             return np.full(len(hashes), -1)
         places = np.searchsorted(self._hashes, hashes).clip(max=len(self._hashes) - 1)
@@ -543,7 +543,7 @@ def convert_floats(array: pa.Array, feature: dict[str, Any]) -> np.ndarray:
     numbers, valid = vectors_of(array, dim or 1, title)
     if not valid.all():
         if feature["fill"] is None:
-            raise ExportError(f"{title} holds {int((~valid).sum())} nulls, and may hold none")
+            raise ExportError(f"{title} holds {int((~valid).sum())} nulls, which are not allowed")
         numbers = np.where(valid, numbers.astype(np.float64), feature["fill"])
     with np.errstate(over="ignore", invalid="ignore"):
         if not (finite := np.isfinite(numbers.astype(np.float32))).all():
@@ -686,7 +686,7 @@ def read_manifest(folder: str | Path, verify: bool) -> dict[str, Any]:
     except OSError as error:
         raise ExportError(f"'{error.filename}' cannot be read ({os.strerror(error.errno or 0)})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ExportError(f"'{folder}/{MANIFEST}' is no manifest of an export ({error!r})") from error
+        raise ExportError(f"'{folder}/{MANIFEST}' is not the manifest of an export ({error!r})") from error
     return manifest
 
 
@@ -703,7 +703,7 @@ class Scorer:
 
     def __init__(self, folder: str | Path, verify: bool = False, num_threads: int = 1) -> None:
         if not isinstance(num_threads, int | np.integer) or num_threads < 1:
-            raise ExportError(f"num_threads is {num_threads!r}, and must be a whole number above 0")
+            raise ExportError(f"num_threads is {num_threads!r}, but must be a whole number above 0")
         self.manifest = manifest = read_manifest(folder, verify)
         self._folder = folder = Path(folder)
         self._mappings = {name: Mapping(folder, entry["mapping"]) for name, entry in manifest["tables"].items()}
@@ -760,7 +760,7 @@ class Scorer:
         if items is None:
             raise ExportError(f"model '{self.manifest['model']}' has no vectors of items to recommend; score its rows")
         if not isinstance(k, int | np.integer) or k < 1:
-            raise ExportError(f"k is {k!r}, and must be a whole number above 0")
+            raise ExportError(f"k is {k!r}, but must be a whole number above 0")
         users = as_table(users)
         names = (items[key] if name == "" else name for key, name in (("seen", seen), ("candidates", candidates)))
         vectors, best = self.outputs("user", users)[0], []
@@ -904,7 +904,7 @@ def types_of(files: dict[str, dict[str, pa.Scalar]], names: list[str]) -> dict[s
             try:
                 types[name] = unified(before := types.get(name, kind), kind)
             except pa.ArrowException as error:
-                others = f"but {before} in the files before it; write it with one type, or name others as --keep"
+                others = f"but {before} in the files before it; write it with the same type, or name others as --keep"
                 raise ExportError(f"column '{name}' is {kind} in '{path}', {others}") from error
     return types
 
@@ -950,7 +950,7 @@ def write(tables: Iterator[pa.Table], words: argparse.Namespace) -> int:
             raise ExportError(f"'{words.data}' holds no rows")
         is_there = os.path.exists(words.out) and os.path.getsize(words.out) > 0
         if is_there and pq.read_schema(words.out).names[-1:] != first.column_names[-1:]:
-            raise ExportError(f"'{words.out}' is there, and holds no {first.column_names[-1]}; name another file")
+            raise ExportError(f"'{words.out}' exists and has no {first.column_names[-1]}; name another file")
         with pq.ParquetWriter(aside, first.schema, compression="zstd") as writer:
             for table in chain([first], tables):
                 writer.write_table(table)

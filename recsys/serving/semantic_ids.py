@@ -117,7 +117,7 @@ def semantic_ids(source: Path, out: Path, levels: int, number: int, seed: int) -
         )
     new_columns = [*(f"code_{level + 1}" for level in range(levels)), _SAME]
     if present := [name for name in table.column_names if name in new_columns]:
-        raise UserError(f"'{source}' has a column '{present[0]}', which is to be written; rename it there")
+        raise UserError(f"'{source}' has a column '{present[0]}', which would be written twice; rename it there")
     codes = residual_codes(_vectors(table["vector"], source), levels, number, seed)
     _, alike = np.unique(codes.codes, axis=0, return_inverse=True)
     order = np.argsort(alike, kind="stable")
@@ -158,7 +158,7 @@ def _vectors(column: pa.ChunkedArray, source: Path) -> np.ndarray:
         is_bad = ~np.isfinite(numbers).all(1)
     if is_bad.any():
         raise UserError(
-            f"'{source}': the vector of row {is_bad.argmax():,} {problem}; leave out items without a whole vector"
+            f"'{source}': the vector of row {is_bad.argmax():,} {problem}; leave out items without a complete vector"
         )
     return numbers
 

@@ -182,7 +182,9 @@ class Trials:
         evaluator = evaluator_of(self._opened.inputs, self._opened.model, self.role, by_row=True)
         metrics = metrics_of(evaluator, self.world, self.metric)
         if np.isnan(metrics[self.metric]):
-            raise UserError(f"--metric: {self.metric} is not a number on data.{self.role}; give other rows, or another")
+            raise UserError(
+                f"--metric: {self.metric} is not a number on data.{self.role}; give other rows, or another metric"
+            )
         influences = {}  # without them the upper bound of a loss is the loss itself
         if isinstance(evaluator, (LabelEvaluator, RetrievalEvaluator)):
             influences = evaluator.influences(self.world)

@@ -56,13 +56,13 @@ def _check_class(model: Any, name: str) -> None:
     if not isinstance(model, Model) or not hasattr(model, "labels"):
         raise UserError(
             f"config key 'model.name': '{name}' made no recsys.models.Model that knows its labels; derive the class "
-            f"from that, and call super().__init__(inputs) in its __init__"
+            f"from it, and call super().__init__(inputs) in its __init__"
         )
     for parameter, value in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(value):
             raise UserError(
-                f"config key 'model.name': {type(model).__name__} has no shape of '{parameter}' before its first "
-                f"batch, as nn.Lazy layers do; give its width, by inputs.dims and inputs.floats"
+                f"config key 'model.name': {type(model).__name__} does not know the shape of '{parameter}' before its "
+                f"first batch, as with nn.Lazy layers; give its width, from inputs.dims and inputs.floats"
             )
 
 
@@ -76,11 +76,11 @@ def _check_modules(model: nn.Module) -> None:
         where = f"config key 'model.name': {type(model).__name__} has a {type(module).__name__} at '{name}'"
         keeps_running = isinstance(module, _NormBase) and module.track_running_stats
         if keeps_running or isinstance(module, _BatchNorm):
-            raise UserError(f"{where}, whose statistics are of the rows that a rank has at once; take nn.LayerNorm")
+            raise UserError(f"{where}, whose statistics depend on which rows a rank has at once; use nn.LayerNorm")
         if isinstance(module, _DropoutNd) and module.p > 0:
-            raise UserError(f"{where}, whose draws go by rank and not by row; take recsys.models.RowDropout")
+            raise UserError(f"{where}, whose masks depend on the rank, not the row; use recsys.models.RowDropout")
         if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:  # without a module for it
             raise UserError(
-                f"{where} with dropout={module.dropout:g}, whose draws go by rank and not by row; set it to 0, and "
-                f"take recsys.models.RowDropout of what the layer gives"
+                f"{where} with dropout={module.dropout:g}, whose masks depend on the rank, not the row; set it "
+                f"to 0, and apply recsys.models.RowDropout to the output of the layer"
             )

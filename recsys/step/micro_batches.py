@@ -204,7 +204,7 @@ class StepLoss:
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise UserError(
                 "config key 'model.name': the loss has no gradient, as the model's forward gave numbers that depend on "
-                "no weight and no vector; return what is computed of them, without detach(), no_grad() or whole numbers"
+                "no weight and no vector; compute it from them, without detach(), no_grad() or integers"
             )
         return loss
 

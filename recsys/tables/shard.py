@@ -88,17 +88,17 @@ def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) 
         shards = [_read_shard(**shard) for shard in content["shards"]]
         world_size = content["world_size"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{key} is no plan that a run has written ({' '.join(str(error).split())})") from error
+        raise UserError(f"{key} is not a plan that a run has written ({' '.join(str(error).split())})") from error
     if world_size != topology.world_size:
         raise UserError(
-            f"{key} is for {world_size} ranks, and there are {topology.world_size}; start as many, or drop it"
+            f"{key} is for {world_size} ranks, but there are {topology.world_size}; start as many, or drop it"
         )
     by_table: dict[str, list[Shard]] = {}
     for shard in sorted(shards, key=lambda shard: (shard.offset[1], shard.offset[0], shard.rank)):
         by_table.setdefault(shard.table, []).append(shard)
     for name in config.tables:
         if wrong := _wrong_shards(by_table.get(name, []), name, config, topology):
-            raise UserError(f"{key} has table '{name}' {wrong}; drop it, to have a plan made")
+            raise UserError(f"{key} has table '{name}' {wrong}; drop the key, and a plan is made")
     modules: dict[str, EmbeddingModuleShardingPlan] = {}
     for key in filter(is_table, dict(step.named_parameters())):
         # Of `MODULE.embeddings.TABLE.weight`, where a module may be one of several.
@@ -262,7 +262,7 @@ def _check_machines(plan: ShardingPlan, world: World) -> None:
     split = [name for name, sharding in types.items() if ShardingChoice(sharding) in MACHINE_SPLITS]
     if split and len(sizes := {*world.gather(world.local_world_size)}) > 1:
         raise UserError(
-            f"table '{split[0]}' is split as {ShardingChoice(types[split[0]]).name}, over the ranks of a machine, and "
+            f"table '{split[0]}' is split as {ShardingChoice(types[split[0]]).name}, over the ranks of a machine, but "
             f"machines have {' and '.join(map(str, sorted(sizes)))} of them; start as many on each, or set "
             f"tables.{split[0]}.sharding_type=row_wise"
         )

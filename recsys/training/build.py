@@ -84,7 +84,7 @@ def build_model(inputs: Inputs) -> Built:
     if not (config.train.check_every_step or optimizer.defaults.get("fused")):
         raise UserError(
             f"config key 'train.check_every_step' must be true with torch {torch.__version__} and optimizer.dense.name="
-            f"{config.optimizer.dense.name} on this device, which cannot leave out a step that it is given"
+            f"{config.optimizer.dense.name} on this device, which cannot skip a step afterwards"
         )
     tensors = Tensors(
         tables=lambda: table_tensors(model),

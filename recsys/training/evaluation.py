@@ -62,8 +62,8 @@ def check_metric(needed: str | None, metrics: Collection[str]) -> None:
     """Raise a UserError if a metric that `metric_names` of the model names is not among those of its evaluator."""
     if needed is not None and needed not in metrics:
         raise UserError(
-            f"config key 'model.name': metric_names of the model's Config names {needed}, and its evaluator's compute "
-            f"gave {', '.join(metrics) or 'none'}; let both give the same names"
+            f"config key 'model.name': metric_names of the model's Config names {needed}, but its evaluator's compute "
+            f"gave {', '.join(metrics) or 'none'}; both must give the same names"
         )
 
 
@@ -78,7 +78,7 @@ def watched(metric: str, metrics: Mapping[str, float]) -> float:
         raise UserError(
             f"config key 'train.early_stop.metric': {metric} is not a number on data.valid, which may hold one class "
             f"only, or numbers so large that scores overflow; give data.valid other rows, or watch another metric, in "
-            f"a run that starts from the step that is saved, by train.init_from"
+            f"a new run that starts from the saved step by train.init_from"
         )
     return metrics[metric]
 

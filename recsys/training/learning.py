@@ -206,13 +206,11 @@ def _kept_rows(pruned: dict[str, TableConfig], inherited: Facts, goes_on: bool) 
         kept = kept_rows[name] = before or KeptRows.read(Path(table.kept_rows or ""))
         is_other = not goes_on and before is not None and Path(table.kept_rows or "").is_file()
         if is_other and not KeptRows.read(Path(table.kept_rows or "")).kept.equals(kept.kept):
-            raise UserError(
-                f"{key}: '{table.kept_rows}' tells other rows than those that the weights begin with; drop it"
-            )
+            raise UserError(f"{key}: '{table.kept_rows}' lists other rows than those of the loaded weights; drop it")
         if table.num_embeddings != kept.num_rows:
             raise UserError(
-                f"config key 'tables.{name}.num_embeddings' is {table.num_embeddings:,}, and tables.{name}.kept_rows "
-                f"keeps {kept.num_rows - 1:,} rows, beside the one that the others share; set it to {kept.num_rows}"
+                f"config key 'tables.{name}.num_embeddings' is {table.num_embeddings:,}, but tables.{name}.kept_rows "
+                f"keeps {kept.num_rows - 1:,} rows, and all other ids share one more; set it to {kept.num_rows}"
             )
     return kept_rows
 
@@ -240,9 +238,9 @@ def _given(tables: dict[str, TableConfig], inherited: Facts, source: Source | No
             ) from error
         if not source.grows and not ids.equals(before):
             raise UserError(
-                f"config key 'tables.{name}.vocabulary': '{table.vocabulary}' is not the vocabulary by which rows of "
-                f"'{source.path}' go ({len(ids):,} ids, {len(new):,} of them not among its {len(before):,}); drop the "
-                f"key, or give its new ids rows behind those with train.init.grow_vocabularies=true"
+                f"config key 'tables.{name}.vocabulary': '{table.vocabulary}' is not the vocabulary of the rows of "
+                f"'{source.path}' ({len(ids):,} ids, {len(new):,} of them not among its {len(before):,}); drop the "
+                f"key, or give its new ids new rows with train.init.grow_vocabularies=true"
             )
         vocabularies[name] = whole
     return vocabularies
@@ -253,7 +251,7 @@ def _compare_files(tables: dict[str, TableConfig], facts: Facts) -> None:
     for name, table in tables.items():
         path = Path(table.vocabulary or "")
         if path.is_file() and not read_vocabulary(path).equals(facts.vocabularies[name]):
-            logger.warning("table %s: '%s' lists other ids by now; the run goes on with its own copy", name, path)
+            logger.warning("table %s: '%s' now lists other ids; the run continues with its own copy", name, path)
 
 
 def _num_rows(name: str, table: TableConfig, facts: Facts) -> int:
@@ -261,8 +259,8 @@ def _num_rows(name: str, table: TableConfig, facts: Facts) -> int:
     rows = 1 + num_ids + table.num_buckets
     if rows > table.num_embeddings:
         raise UserError(
-            f"config key 'tables.{name}.num_embeddings' is {table.num_embeddings:,}, and the vocabulary has "
-            f"{num_ids:,} ids, which with null and num_buckets={table.num_buckets} take {rows:,} rows; set it to {rows}"
+            f"config key 'tables.{name}.num_embeddings' is {table.num_embeddings:,}, but the vocabulary has "
+            f"{num_ids:,} ids, which with null and num_buckets={table.num_buckets} need {rows:,} rows; set it to {rows}"
         )
     return rows
 

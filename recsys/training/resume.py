@@ -34,8 +34,8 @@ def check_files(inputs: Inputs, source: Source) -> None:
             instead = f"train.init_from={shlex.quote(as_value(path))}"
             raise UserError(
                 f"the files of data.{role} are not those that checkpoint '{path}' was trained with{changes}, so "
-                f"its {uses[role]} means nothing; name those by data.{role}, start a new run with {instead}, or begin "
-                f"this one anew by run.overwrite=true without run.resume"
+                f"its {uses[role]} means nothing; name those by data.{role}, start a new run with {instead}, or "
+                f"restart this one with run.overwrite=true, without run.resume"
             )
 
 
@@ -68,7 +68,7 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
         kept_ids = inputs.facts.kept if inputs.facts else {}
         loaded = load_tensors(source.path, source.marker, tensors, world, inputs.config, kept_ids)
         world.from_rank_zero(lambda: loaded.write(run_dir / "loaded.json"))
-        logger.info("weights and optimizers taken from %s", source.path)
+        logger.info("weights and optimizers loaded from %s", source.path)
         if world.rank == 0:
             _warn_unfinished(Path(inputs.config.train.init_from or ""), source)
         for line in loaded.lines():
@@ -124,7 +124,7 @@ def _import_tables(inputs: Inputs, built: Built) -> dict[str, int]:
         imported = inputs.world.agree(partial(import_table, Path(path), table, settings, optimizer, rows, targets))
         logger.info("table %s: %s rows from %s", table, f"{imported.num_rows:,}", path)
         if imported.optimizer not in (None, optimizer):
-            text = "table %s: state of %s in '%s' is not taken, and that of %s begins anew in these rows"
+            text = "table %s: state of %s in '%s' is not loaded, and that of %s starts from scratch in these rows"
             logger.warning(text, table, imported.optimizer, path, optimizer)
         else:
             updates[table] = imported.updates

@@ -276,8 +276,8 @@ def new_run_dir(config: Config) -> Path:
     """
     if config.run.resume:
         raise UserError(
-            "config key 'run.resume' goes on with the run in run.dir, which is not set, so that a new one would start "
-            "each time; name it, such as run.dir=runs/mine"
+            "config key 'run.resume' continues the run in run.dir, which is not set, so a new run would start each "
+            "time; name it, such as run.dir=runs/mine"
         )
     try:
         return unused_folder(Path(f"runs/{config.run.name or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"))
@@ -310,15 +310,15 @@ def _clear(run_dir: Path, config: Config) -> None:
     trained = any(run_dir.glob("checkpoints/step-*")) or (metrics.exists() and metrics.stat().st_size > 0)
     if trained and not config.run.overwrite:
         raise UserError(
-            f"config key 'run.dir': '{run_dir}' holds an earlier run; add run.resume=true to go on with it, or "
+            f"config key 'run.dir': '{run_dir}' holds an earlier run; add run.resume=true to continue it, or "
             f"run.overwrite=true to replace it"
         )
     _check_sources(run_dir, config)
     paths = [run_dir / name for name in _WRITTEN]
     if linked := next((path for path in paths if path.is_symlink() and path.is_dir()), None):
         raise UserError(
-            f"config key 'run.dir': '{linked}' of the earlier run is a link to '{linked.readlink()}', which is left as "
-            f"it is; remove the link, and what it leads to if nothing else needs that, or name another folder"
+            f"config key 'run.dir': '{linked}' of the earlier run is a link to '{linked.readlink()}', which is not "
+            f"followed; remove the link (and its target, if nothing else needs it), or name another folder"
         )
     for path in paths:
         if path.is_dir():

@@ -90,5 +90,5 @@ class StepCounts:
         if num_bad > most:  # the same number on every rank, so all of them end here
             raise UserError(
                 f"config key 'data.max_bad_rows' allows {most} rows of an epoch that cannot be read, found {num_bad} "
-                f"up to step {step} (the files are named in the logs of the ranks); mend them, or raise it"
+                f"up to step {step} (the files are named in the logs of the ranks); repair them, or raise it"
             )

@@ -73,7 +73,7 @@ class Sweep:
         if tried:
             write_report(self.out, tried, self.metric, is_higher_better(self.metric), self.by_bytes, self._command())
         if self.stop.number:
-            logger.info("stopped by %s; the same command goes on with it", signal.Signals(self.stop.number).name)
+            logger.info("stopped by %s; the same command continues it", signal.Signals(self.stop.number).name)
             return 128 + self.stop.number
         if not any(trial.values or trial.remark == _NOT_ENDED for trial in tried):
             raise UserError(f"every trial of {self.out} failed, the first with: {tried[0].remark}")
@@ -100,12 +100,12 @@ class Sweep:
                 storage=storage, sampler=sampler, study_name=_STUDY, directions=directions, load_if_exists=True
             )
         except ValueError as error:
-            raise UserError(f"'{self.out}' cannot be joined ({error}); name another folder by --out") from error
+            raise UserError(f"'{self.out}' cannot be joined ({error}); name another folder with --out") from error
         settings = {"command": self._command(), "space": self.space.texts, "metric": self.metric, "seeds": self.seeds}
         is_other = [direction.name.lower() for direction in study.directions] != directions  # which Optuna would join
         if is_other or study.user_attrs.setdefault("asked", settings) != settings:
             raise UserError(
-                f"'{self.out}' holds another sweep; give it the same words, or name another folder by --out"
+                f"'{self.out}' holds another sweep; use the same options, or name another folder with --out"
             )
         study.set_user_attr("asked", settings)
         return study
@@ -172,7 +172,7 @@ class Sweep:
             raise told_error(log.read_text(), process.returncode)
         result = json.loads((run_dir / "result.json").read_text())["metrics"].get("valid", {})
         if result.get(self.metric) is None:
-            raise UserError(f"the run tells no {self.metric} of data.valid")
+            raise UserError(f"the run has no {self.metric} of data.valid")
         return float(result[self.metric])
 
     def _changes(self, run_dir: Path, words: Sequence[str], seed: int) -> list[str]:

@@ -86,7 +86,7 @@ def cut_torn(journal: Path) -> None:
             size = 0
             for line in lines:
                 if not _is_record(line):
-                    logger.warning("'%s' is torn at byte %d, and is read up to there", journal, size)
+                    logger.warning("'%s' is torn at byte %d; it is read up to there", journal, size)
                     break
                 size += len(line)
             lines.truncate(size)

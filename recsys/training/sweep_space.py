@@ -21,8 +21,8 @@ from recsys.runtime.versions import is_installed
 _OF_SWEEP = {
     "seed": "--seeds says by how many seeds each trial is trained",
     "run.dir": "trials lie under --out",
-    "run.overwrite": "a trial that was cut short is begun anew",
-    "run.resume": "a trial that was cut short is begun anew",
+    "run.overwrite": "a trial that was cut short is started again",
+    "run.resume": "a trial that was cut short is started again",
     "data.test": "trials are compared on data.valid",
     "train.publish.dir": "trials publish nothing",
 }
@@ -52,9 +52,9 @@ def open_space(
     chosen = metric or configs[0].train.early_stop.metric or configs[0].model.metric_names(configs[0])[0]
     for loaded in configs:
         if chosen not in (names := loaded.model.metric_names(loaded)):
-            raise UserError(f"--metric: '{chosen}' is none of the model's metrics: {', '.join(names)}")
+            raise UserError(f"--metric: '{chosen}' is not one of the model's metrics: {', '.join(names)}")
         if loaded.data.valid is None:
-            raise UserError("config key 'data.valid' is not set, and trials are compared on it")
+            raise UserError("config key 'data.valid' is not set, but trials are compared on it")
     return space, chosen
 
 
@@ -144,7 +144,7 @@ class Space:
                 is_range = False
             if not is_range:
                 raise UserError(
-                    f"--space: {key}={text} is no range; write LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP or a list"
+                    f"--space: {key}={text} is not a range; write LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP or a list"
                 )
             bounds[key] = [*ends, option if option == "log" else step]
         return bounds

@@ -74,5 +74,5 @@ def scored_path(config: Config) -> str:
         UserError: it is a list.
     """
     if not isinstance(config.data.train, str):
-        raise UserError(f"{_KEY}: a data.train of one path is scored, found a list; name a folder or a glob")
+        raise UserError(f"{_KEY}: data.train must be one path to be scored, found a list; name a folder or a glob")
     return config.data.train

@@ -84,7 +84,7 @@ def test_no_content_of_a_file_is_more_than_numbers(world: World, tmp_path: Path)
         pickle.loads(poison.replace(b"harm", b"x/y"))
     marker.files["rank_0.bin"] = write_file(folder / "rank_0.bin", (poison * size)[:size])
     marker.write(folder)
-    with pytest.raises(UserError, match="is corrupt: its state of the optimizer, of random numbers"):
+    with pytest.raises(UserError, match="is corrupt: its optimizer state, random state or id counts"):
         loaded(tmp_path / "c", world)
     assert not harm.exists()
 

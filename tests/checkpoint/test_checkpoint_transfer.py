@@ -241,9 +241,9 @@ def test_tables_go_out_and_in(tmp_path: Path) -> None:
     [
         ([[1.0, 2.0, 3.0], [4.0]], torch.float32, "column 'vector' must have 2 numbers a row, and no null"),
         ([{"a": 1.0, "b": 2.0}] * 2, torch.float32, "column 'vector' must have 2 numbers a row, and no null"),
-        ([[1.0, 2.0], [3.0, math.nan]], torch.float32, "holds nan, and must hold finite numbers up to what the table"),
+        ([[1.0, 2.0], [3.0, math.nan]], torch.float32, "holds nan, but must hold finite numbers up to what the table"),
         ([[1.0, 2.0], [-math.inf, 4.0]], torch.float32, "column 'vector' holds -inf"),
-        ([[1.0, 2.0], [1e5, 4.0]], torch.float16, "holds 1e+05, and .* can have, 65504 for float16; write others"),
+        ([[1.0, 2.0], [1e5, 4.0]], torch.float16, "holds 1e+05, and .* can store, up to 65504 for float16"),
     ],
 )
 def test_vectors_that_a_table_cannot_have_are_refused(

@@ -100,7 +100,7 @@ def test_a_file_of_ids_evicts_none(world: World, tmp_path: Path, caplog: pytest.
     assert "of which train.init.evict_after_runs evicts none; set tables.user.vocabulary=null to take" in caplog.text
     pq.write_table(pa.table({"id": ["a", "b"]}), file)
     with pytest.raises(
-        UserError, match=rf"'tables.user.vocabulary': the ids of '{file}' and those of '.*do not compare"
+        UserError, match=rf"'tables.user.vocabulary': the ids of '{file}' and those of '.*cannot be compared"
     ):
         Day(tmp_path / "d", world, *today, source=first)
 
@@ -108,7 +108,9 @@ def test_a_file_of_ids_evicts_none(world: World, tmp_path: Path, caplog: pytest.
 def test_where_nothing_grows_nothing_is_evicted(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG)
     keys = ["data.train=a", "train.init_from=b", "train.init.evict_after_runs=1"]
-    with pytest.raises(UserError, match=r"'train.init.evict_after_runs' .* train.init.grow_vocabularies=true alone"):
+    with pytest.raises(
+        UserError, match=r"'train.init.evict_after_runs' .* train.init.grow_vocabularies=true; set it too"
+    ):
         load_config(tmp_path / "c.yaml", keys)
     with pytest.raises(UserError, match="evict_after_runs' must be at least 1, found 0"):
         load_config(tmp_path / "c.yaml", [*keys[:2], GROW, "train.init.evict_after_runs=0"])

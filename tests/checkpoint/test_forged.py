@@ -103,7 +103,7 @@ def another_border(entries: dict[str, Any]) -> None:
     place["sizes"], last["offsets"], last["sizes"] = [5, 4], [35, 0], [15, 4]
 
 
-COVER, NUMBERS, TYPE = "do not cover it", "is no list of whole numbers", "there is no type"
+COVER, NUMBERS, TYPE = "do not cover it", "is not a list of whole numbers", "there is no number type"
 ALL, FILE = "is not all that lies in", "it names a file that the checkpoint does not have"
 # Known before a tensor is read: a run goes on from the checkpoint before.
 KNOWN_BEFORE: dict[str, tuple[Edit, str]] = {
@@ -143,8 +143,8 @@ KNOWN_BEFORE: dict[str, tuple[Edit, str]] = {
     "no table": (lambda entries: entries.pop(TABLE), ALL),
     "no tensors": (lambda entries: entries.clear(), ALL),
 }
-ALONE = "of nothing else in it"
-NO_STATE = "its state of the optimizer, of random numbers or of counts of ids is none"
+ALONE = "belongs to nothing else in it"
+NO_STATE = "its optimizer state, random state or id counts cannot be read"
 KNOWN_THEN: dict[str, tuple[Edit, str]] = {
     "dtype as large": (of(dtype="int32"), "train.init.convert_tables=true"),
     "table": (renamed({TABLE: "tables/u"}), ALONE),
@@ -207,7 +207,7 @@ def test_places(
 ) -> None:
     newest = forged(good, tmp_path / "checkpoints", lie)
     with pytest.raises(
-        UserError, match=r"^checkpoint '.*' is corrupt: checkpoint\.json: [^\n]*; take another one$"
+        UserError, match=r"^checkpoint '.*' is corrupt: checkpoint\.json: [^\n]*; use another one$"
     ) as caught:
         export_table(newest, "t", tmp_path / "t.parquet")
     assert said in str(caught.value)
@@ -227,6 +227,8 @@ def test_only_tables_are_overwritten(good: Path, tmp_path: Path) -> None:
     assert export_table(checkpoint, "t", out) == export_table(checkpoint, "t", out) == pq.read_metadata(out).num_rows
     pq.write_table(pa.table({"row": [1], "clicked": [0]}), log)
     before = log.read_bytes()
-    with pytest.raises(UserError, match=f"^OUT: '{log}' is there, and has no column 'vector' of such a file; name"):
+    with pytest.raises(
+        UserError, match=f"^OUT: '{log}' exists and has no column 'vector', which such a file has; name"
+    ):
         export_table(checkpoint, "t", log)
     assert log.read_bytes() == before

@@ -104,8 +104,8 @@ def test_a_label_given_anew_as_a_plain_text_replaces_column_and_expression(
     [
         ("shared/sampel.yaml", r"does not exist; did you mean '.*shared/sample.yaml'.*base of '.*mine.yaml'"),
         ("shared", r"shared' is a folder, not a file.*base of '.*mine.yaml'"),
-        ("mine.yaml", r"mine.yaml' has the base 'mine.yaml', which is based on it"),
-        ("shared/circle.yaml", r"circle.yaml' has the base '../mine.yaml', which is based on it"),
+        ("mine.yaml", r"mine.yaml' has the base 'mine.yaml', which is itself based on it"),
+        ("shared/circle.yaml", r"circle.yaml' has the base '../mine.yaml', which is itself based on it"),
         ("[a.yaml, b.yaml]", r"mine.yaml': base must name one YAML file, found \['a.yaml', 'b.yaml'\]"),
         ("shared/broken.yaml", r"broken.yaml' is not readable YAML.*base of '.*mine.yaml'"),
         ("shared/wrong.yaml", r"config key 'train.epoch' is not known; did you mean 'train.epochs'"),
@@ -123,5 +123,5 @@ def test_mistakes(folder: Path, base: str, said: str) -> None:
 def test_a_misspelt_base_and_one_that_is_a_change(folder: Path) -> None:
     with pytest.raises(UserError, match=r"'bsae' is not known; did you mean 'base'\?.*, debug, base"):
         load_config(write(folder / "mine.yaml", "bsae: shared/sample.yaml"))
-    with pytest.raises(UserError, match=r"'base=shared/sample\.yaml': base stands in a config file alone"):
+    with pytest.raises(UserError, match=r"'base=shared/sample\.yaml': base is for config files only"):
         load_config(SAMPLE, ["base=shared/sample.yaml"])

@@ -26,14 +26,14 @@ def test_mistakes(override: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["precision.dense_int8=true"], r"'precision\.dense_int8': train\.publish hands on FP32 layers"),
+        (["precision.dense_int8=true"], r"'precision\.dense_int8': train\.publish writes FP32 layers"),
         (
             ["tables.user.data_type=FP8", "tables.user.init_range=0.1"],
             r"'tables\.user\.data_type': .* found FP8; use FP16",
         ),
         (
             ["train.publish.tables=int2", *(f"tables.{name}.embedding_dim=12" for name in TABLES)],
-            r"'train\.publish\.tables': int2 takes .* multiple of 8, found 12 of tables\.user; use int4",
+            r"'train\.publish\.tables': int2 needs .* multiple of 8, found 12 of tables\.user; use int4",
         ),
     ],
 )

@@ -76,7 +76,7 @@ def test_dlrm_needs_two_vectors_to_multiply(tmp_path: Path) -> None:
 @pytest.mark.parametrize("clip, said", [("[null, null]", "[null, null]"), ("[3, null, 4]", "[3.0, null"), ("[]", "[]")])
 def test_clip_has_an_end_at_least(clip: str, said: str) -> None:
     path = ROOT / "configs" / "dlrm_sample.yaml"
-    with pytest.raises(UserError, match=r"'features\.price\.clip' must be a least and a greater value") as caught:
+    with pytest.raises(UserError, match=r"'features\.price\.clip' must be a lower and an upper bound") as caught:
         load_config(path, [f"features.price.clip={clip}"])
     assert said in str(caught.value)
     assert load_config(path, ["features.price.clip=[0, null]"]).features["price"].clip == [0, None]
@@ -94,7 +94,7 @@ def test_a_config_that_nests_too_deep(tmp_path: Path) -> None:
 
 def test_attention_over_tables_of_one_width() -> None:
     overrides = ["model.attention={history: item_id, hour: device}", "tables.item.embedding_dim=16"]
-    with pytest.raises(UserError, match=r"one embedding_dim, found tables\.hour with 8, tables\.item with 16"):
+    with pytest.raises(UserError, match=r"the same embedding_dim, found tables\.hour with 8, tables\.item with 16"):
         load_config(ROOT / "configs" / "dlrm_sample.yaml", overrides)
     assert load_config(ROOT / "configs" / "dlrm_sample.yaml", overrides[:1]).unpooled_tables() == {"item", "hour"}
 

@@ -322,7 +322,7 @@ def test_a_key_that_the_class_has_no_more_cannot_be_set(tmp_path: Path) -> None:
 
 def test_what_is_allowed_must_be_a_key(tmp_path: Path) -> None:
     config = load(tmp_path, RANKER)
-    with pytest.raises(UserError, match=r"'features.prize.log1p' is no key .*did you mean 'features.price.log1p'"):
+    with pytest.raises(UserError, match=r"'features.prize.log1p' is not a key .*did you mean 'features.price.log1p'"):
         refuse_differences(config, saved(config), "there", InitConfig(allow_changes=["features.prize.log1p"]))
 
 

@@ -43,7 +43,7 @@ KEYS = {
     "number for a section": ("optimizer.tables=3", ["'optimizer.tables' must be a section of keys, found 3"]),
     "attention to nothing": ("model.attention={history: itemid}", ["'model.attention.history'", "mean 'item_id'?"]),
     "attention of a float": ("model.attention={price: item_id}", ["'model.attention'", "no id feature 'price'"]),
-    "attention of itself": ("model.attention={history: history}", ["'history' are weighted themselves"]),
+    "attention of itself": ("model.attention={history: history}", ["'history' is itself weighted by attention"]),
     "name without quotes": ("features.device={table: user, null: refuse}", ["'features.device'", "put it in quotes"]),
     "choice": ("optimizer.dense.name=adm", ["must be one of adam, adamw", "did you mean 'adam'?"]),
     "model": ("model.name=dlmr", ["'model.name'", "did you mean 'dlrm'?", "two_tower"]),
@@ -52,10 +52,13 @@ KEYS = {
     "seed": ("seed=99999999999999999999", ["'seed' must be at most"]),
     "infinite rate": ("optimizer.dense.learning_rate=.inf", ["must be at most", "found inf"]),
     "state of BF16": ("optimizer.tables.state_dtype=BF16", ["'optimizer.tables.state_dtype'", "use FP32"]),
-    "rows split by columns": ("tables.user.sharding_type=column_wise", ["'tables.user.sharding_type'", "insist"]),
+    "rows split by columns": (
+        "tables.user.sharding_type=column_wise",
+        ["'tables.user.sharding_type'", "allow_column_split=true"],
+    ),
     "norms of rows split by columns": (
         "tables.user={sharding_type: column_wise, optimizer: {name: lamb}}",
-        ["'tables.user.sharding_type'", "lamb", "insist"],
+        ["'tables.user.sharding_type'", "lamb", "allow_column_split=true"],
     ),
     "replicated lamb": (
         "tables.user={sharding_type: data_parallel, optimizer: {name: lamb}}",
@@ -71,9 +74,12 @@ KEYS = {
     "clip of an id": ("features.hour.clip=[0, 1]", ["'features.hour.clip' is for features of type float"]),
     "dim of an id": ("features.hour.dim=3", ["'features.hour.dim' is for features of type float"]),
     "log of an id": ("features.hour.log1p=true", ["'features.hour.log1p' is for features of type float"]),
-    "clip": ("features.price.clip=[3, 1]", ["'features.price.clip' must be a least and a greater value", "found [3"]),
+    "clip": ("features.price.clip=[3, 1]", ["'features.price.clip' must be a lower and an upper bound", "found [3"]),
     "length of a float": ("features.price.max_length=3", ["'features.price.max_length' is for features of type id"]),
-    "boundaries": ("features.hour.boundaries=[3, 1]", ["'features.hour.boundaries' must be ascending numbers"]),
+    "boundaries": (
+        "features.hour.boundaries=[3, 1]",
+        ["'features.hour.boundaries' must be one or more ascending numbers"],
+    ),
     "end of a list": ("features.history.keep=lats", ["must be one of first, last", "did you mean 'last'?"]),
     "hashes of identity": ("tables.hour.num_hashes=2", ["'tables.hour.num_hashes' is for mapping: hash"]),
     "count of a hash": ("tables.user.min_count=2", ["'tables.user.min_count' is for mapping: vocabulary", "hash"]),
@@ -90,7 +96,10 @@ KEYS = {
         "tables.x={num_embeddings: 9, embedding_dim: 8}",
         ["'tables.x': no feature uses this table"],
     ),
-    "dot in a name": ("features={a.b: {table: user}}", ["'features': 'a.b' is no name", "use letters, digits"]),
+    "dot in a name": (
+        "features={a.b: {table: user}}",
+        ["'features': 'a.b' is not a valid name", "use letters, digits"],
+    ),
     "items for a ranker": ("data.items=x", ["'data.items'", "dlrm"]),
     "evaluations": ("train={eval_every_steps: 9, eval_every_epochs: 1}", ["exclude each other", "to null"]),
     "metric without evaluations": ("train.early_stop.metric=auc", ["needs train.eval_every_epochs"]),
@@ -120,7 +129,7 @@ FILES = {
         ["'model.item_id': table 'item' gives an id several rows"],
     ),
     "feature twice": (TOWER.replace("[user_id]", "[user_id, user_id]").encode(), ["names 'user_id' twice"]),
-    "both towers": (TOWER.replace("[user_id]", "[user_id, item_id]").encode(), ["'item_id' stands in"]),
+    "both towers": (TOWER.replace("[user_id]", "[user_id, item_id]").encode(), ["'item_id' is in both"]),
 }
 
 
@@ -259,7 +268,7 @@ PATHS = {
     "cut short": ("TMP/short.parquet", ["short.parquet' is not a readable Parquet file"]),
     "damaged": ("TMP/damaged.parquet", ["row group 0 of", "cannot be read"]),
     "one file twice": ("[data/sample/train, data/sample/train/part-00000.parquet]", ["twice"]),
-    "pipe": ("/dev/null", ["is no regular file"]),
+    "pipe": ("/dev/null", ["is not a regular file"]),
 }
 
 
@@ -282,7 +291,7 @@ USERS = pa.table({"user_id": [1, 2], "targets": [ITEMS["item_id"].to_pylist()[:2
 
 # items, users to evaluate → what the sentence says.
 RETRIEVAL = {
-    "item twice": (pa.concat_tables([ITEMS, ITEMS.slice(0, 1)]), USERS, ["is there 2 times", "'data.items'"]),
+    "item twice": (pa.concat_tables([ITEMS, ITEMS.slice(0, 1)]), USERS, ["occurs 2 times", "'data.items'"]),
     "item null": (pa.table({"item_id": [1, None]}), USERS, ["holds 1 nulls"]),
     "items of another type": (
         ITEMS.cast(pa.schema([("item_id", pa.string())])),
@@ -291,11 +300,11 @@ RETRIEVAL = {
     ),
     "list of items": (pa.table({"item_id": [[1], [2]]}), USERS, ["'model.item_id'", "not one id a row"]),
     "no targets column": (ITEMS, USERS.drop_columns(["targets"]), ["'data.targets_column'", "no column 'targets'"]),
-    "targets of strings": (ITEMS, USERS.set_column(1, "targets", [[["a"], []]]), ["do not compare"]),
+    "targets of strings": (ITEMS, USERS.set_column(1, "targets", [[["a"], []]]), ["cannot be compared"]),
     "targets not among the items": (
         ITEMS,
         USERS.set_column(1, "targets", [[[7], [8]]]),
-        ["'data.valid'", "no id that is in column 'item_id' of data.items"],
+        ["'data.valid'", "with column 'item_id' of data.items"],
     ),
 }
 

@@ -31,7 +31,7 @@ def _quoted(text: str) -> str:
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("section", ["features", "tables"])
 def test_a_name_that_is_none_is_refused(section: str, name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^config key '{section}': .* is no name for one of them; [^\n]*$"):
+    with pytest.raises(UserError, match=rf"^config key '{section}': .* is not a valid name; [^\n]*$"):
         load_config(_config(tmp_path, name, section))
 
 
@@ -60,9 +60,9 @@ def test_other_names_are_taken(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "override, said",
     [
-        ("run.name=../../mine", "'run.name': '../../mine' is no name"),
-        ("run.name=..", "'run.name': '..' is no name"),
-        (f"run.name={'x' * 300}", "of 300 characters is no name"),
+        ("run.name=../../mine", "'run.name': '../../mine' is not a valid run name"),
+        ("run.name=..", "'run.name': '..' is not a valid run name"),
+        (f"run.name={'x' * 300}", "of 300 characters is not a valid run name"),
         ('run.dir="a\\0b"', "'run.dir' holds the character NUL"),
         ('data.train=[a, "a\\0b"]', "'data.train.1' holds the character NUL"),
     ],
@@ -97,5 +97,5 @@ def test_runs_with_the_longest_and_oddest_names(tmp_path: Path) -> None:
 def test_a_checkpoint_that_names_files_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
     state = TrainState(Position())
     Marker(state, {name: (0, "")}, {}, "Adam", {}, {}, 1).write(tmp_path)
-    with pytest.raises(UserError, match="is no file of this folder"):
+    with pytest.raises(UserError, match="is not a file of this folder"):
         Marker.read(tmp_path)

@@ -77,7 +77,7 @@ def test_null_labels_and_weights_are_refused():
 
 def test_negative_weights_are_refused():
     message = refusal(lambda: label_and_weight(weight=[1.0, -0.5, 2.0]))
-    assert message == "column 'weight' (weight) holds -0.5, and a weight is 0 or more"
+    assert message == "column 'weight' (weight) holds -0.5, but a weight must be 0 or more"
 
 
 WINDOW_SPEC = BatchSpec(

@@ -174,7 +174,7 @@ def test_nested_ids_are_refused(kind):
         advice = "; name a field of the struct, such as 'h.a'" * pa.types.is_struct(found)
         assert refusal(lambda column=column: convert(column)) == (
             f"column 'h' (feature 'history'): ids must be integers or strings, found {found}; "
-            f"a column holds one of these a row, or one list of them{advice}"
+            f"a column holds one id a row, or one list of ids{advice}"
         )
 
 

@@ -115,7 +115,7 @@ def test_numbers_that_are_not_finite(value):
     for transform in (None, Transform(clip=(0, 1))):
         message = refusal(lambda transform=transform: floats(pa.array([1.0, value]), transform=transform))
         assert message == (
-            f"column 'p' (price) holds {value}, and only finite numbers up to 3.4e38 train; "
+            f"column 'p' (price) holds {value}, but only finite numbers up to 3.4e38 can be trained on; "
             "write null for an unknown number"
         )
     assert message[-20:] != refusal(lambda: floats(pa.array([value]), fill=None))[-20:]
@@ -206,7 +206,7 @@ def test_a_transform_beyond_float32():
 
 def test_null_labels_are_refused():
     message = refusal(lambda: convert_floats(pa.array([1, None, 0]), FloatColumn("data.label_column", "l", None)))
-    said = "column 'l' (data.label_column) holds 1 nulls, and may hold none"
+    said = "column 'l' (data.label_column) holds 1 nulls, which are not allowed"
     assert message == said + '; leave such rows out by data.filter="l is not None"'
 
 

@@ -145,7 +145,9 @@ def test_a_number_without_logarithm_is_in_no_mean(tmp_path, value):
 
 @pytest.mark.parametrize("value", [1e308, math.inf, math.nan])
 def test_numbers_beyond_float32_are_refused_by_column(tmp_path, value):
-    with pytest.raises(UserError, match=r"column 'x' \(x\) holds .*, and only finite numbers up to 3.4e38 train"):
+    with pytest.raises(
+        UserError, match=r"column 'x' \(x\) holds .*, but only finite numbers up to 3.4e38 can be trained on"
+    ):
         figures(tmp_path, pa.array([1.0, value]))
 
 

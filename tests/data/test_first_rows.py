@@ -63,7 +63,7 @@ def refusal(world: World, folder: Path, *options: str) -> str:
 def test_a_label_that_is_never_known_is_refused(label: str, world: World, folder: Path) -> None:
     known = "data.labels={a: label, b: " + label[:-1] + ", nulls: unknown}}"
     named = "the condition of data.labels.b" if "expression" in label else f"column '{label[9:-1]}' (data.labels.b)"
-    said = f"config key 'data.train': {named} is null in every row, so nothing is learned of it; remove the label"
+    said = f"config key 'data.train': {named} is null in every row, so nothing can be learned from it; remove the label"
     assert said in refusal(world, folder, known)
 
 
@@ -100,8 +100,8 @@ def test_a_label_that_is_the_same_in_every_row_is_told(
 @pytest.mark.parametrize(
     ("label", "said"),
     [
-        ("seconds > 5", "the condition of data.labels.b holds 13 nulls, and may hold none; "),
-        ("seconds", "column 'seconds' (data.labels.b) holds 13 nulls, and may hold none; "),
+        ("seconds > 5", "the condition of data.labels.b holds 13 nulls, which are not allowed; "),
+        ("seconds", "column 'seconds' (data.labels.b) holds 13 nulls, which are not allowed; "),
     ],
 )
 def test_nulls_of_a_label_are_told_with_what_allows_them(label: str, said: str, world: World, folder: Path) -> None:

@@ -113,7 +113,7 @@ def test_glob_without_match(tmp_path):
 
 def test_a_path_that_is_neither_file_nor_folder(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    assert "no regular file" in refusal(lambda: find_files("data.train", str(tmp_path / "pipe")))
+    assert "not a regular file" in refusal(lambda: find_files("data.train", str(tmp_path / "pipe")))
 
 
 def test_links_to_folders_are_followed_once(tmp_path):

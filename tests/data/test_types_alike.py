@@ -104,7 +104,7 @@ def test_tables_are_not_taken_for_ids_of_another_kind(tmp_path: Path) -> None:
     options = (f"data.train={tmp_path}/texts", "data.valid=null", f"train.init_from={first}")
     done = fork_train(config, *options, f"run.dir={tmp_path}/second")
     assert done.returncode != 0 and "config key 'tables.user': its ids are string in column 'user' of " in done.stderr
-    assert "which train.init_from takes; write both with one type" in done.stderr
+    assert "which train.init_from takes; write both with the same type" in done.stderr
     must_train(config, *options, f"run.dir={tmp_path}/third", "train.init.tables=none")
 
 

@@ -340,7 +340,7 @@ MISTAKES = {
     "csv {tmp}/none.csv --out {tmp}/o": "none.csv is not a file",
     "csv {tmp}/is.parquet --out {tmp}/o": "is.parquet is Parquet already, which training reads as it is",
     "csv {log} --out {tmp}/o --label starz>=4": "did you mean 'stars'?",
-    "csv {log} --out {tmp}/o --label stars": "--label: column 'stars' is int64 and no condition by itself",
+    "csv {log} --out {tmp}/o --label stars": "--label: column 'stars' is int64 which is not a condition",
     "csv {log} --out {tmp}/o --label stars>=good": "no column 'good', only user, item, stars, ts, tags",
     "csv {log} --out {tmp}/o --label tags>=4": "column 'tags' is string, and cannot be compared with 4",
     "csv {log} --out {tmp}/o --types stars=int": "allowed are int8",

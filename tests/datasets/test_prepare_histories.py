@@ -245,7 +245,7 @@ def test_files_that_do_not_go_together_or_hold_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the files' columns are of different types: .*who"):
         convert_histories([source], tmp_path / "out", options())
     pq.write_table(pa.table({"who": [1], "what": [1], "at": [float("nan")]}), tmp_path / "nan.parquet")
-    with pytest.raises(UserError, match=r"column 'at' holds NaN, which is no time"):
+    with pytest.raises(UserError, match=r"column 'at' holds NaN, which is not a time"):
         convert_histories([tmp_path / "nan.parquet"], tmp_path / "out", options(columns=[]))
     for name in ("0.parquet", "x.parquet"):
         (source / name).unlink()

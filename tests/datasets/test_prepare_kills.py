@@ -91,7 +91,7 @@ def test_what_a_kill_leaves_is_whole_and_in_nobodys_way(before: Any, tmp_path: P
         (
             fill_the_disk,
             1,
-            "error: '{}' cannot be written (No space left on device); make room there, and start it again",
+            "error: '{}' cannot be written (No space left on device); make room there, and start again",
         ),
     ],
 )

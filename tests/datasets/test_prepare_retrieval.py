@@ -115,7 +115,7 @@ def test_a_random_tenth_is_held_out_of_each_users(tmp_path: Path) -> None:
         ),
         (
             LogOptions("who", "what", tokens=["age"]),
-            "--tokens: 'age' is no feature; name it in --item-features or --user-features too",
+            "--tokens: 'age' is not a feature; name it in --item-features or --user-features too",
         ),
         (LogOptions("who", "what", "who"), "column 'who' is named twice"),
         (LogOptions("who", "what", hold_out="random"), "no user has 10 different items"),

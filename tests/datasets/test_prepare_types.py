@@ -115,7 +115,7 @@ def test_a_column_of_two_types_keeps_its_values_or_is_refused(
         write(tmp_path / f"log/{name}.parquet", user_id=[1, 2], item_id=[1, 2], timestamp=times, x=column)
     out = tmp_path / "out"
     kinds, files = r"'x' is .* in ('.*/a.parquet'|files before it|all files together) and .* in ", r"'.*/[ab].parquet'"
-    message = kinds + files + r", and no one type holds all its values .* write it with one type"
+    message = kinds + files + r", and no one type holds all its values .* write it with the same type"
     if fits:
         convert_histories([tmp_path / "log"], out, HistoryOptions())
         assert pq.read_table(out)["x"].to_pylist() == [value for column in columns for value in column.to_pylist()]
@@ -191,7 +191,7 @@ def test_rows_of_a_csv_are_split_by_any_time(written: str, tmp_path: Path) -> No
 def test_rows_of_a_csv_are_not_split_by_nan(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("at\n" + "1.5\n2\nnan\n3\n" * 5)
     options = CsvOptions(split=(0.5, 0.5), split_by="time:at")
-    with pytest.raises(UserError, match=r'holds NaN, which is no time; leave these out: --where "at > 0"$'):
+    with pytest.raises(UserError, match=r'holds NaN, which is not a time; leave these out: --where "at > 0"$'):
         convert_csv([tmp_path / "a.csv"], tmp_path / "out", options)
     convert_csv([tmp_path / "a.csv"], tmp_path / "out", replace(options, where="at > 0"))
     assert pq.read_table(tmp_path / "out" / "train").num_rows == 5

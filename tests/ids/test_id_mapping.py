@@ -187,10 +187,10 @@ def test_other_types_are_refused(column):
 @pytest.mark.parametrize(
     ("column", "named"),
     [
-        (pa.array([1.0, 1.5]), "found 1.5, and double tells these apart below 2\\*\\*53 only"),
-        (pa.array([float("nan")]), "found nan; where a row has no id, write null in its place$"),
+        (pa.array([1.0, 1.5]), "found 1.5, but double is exact only below 2\\*\\*53 only"),
+        (pa.array([float("nan")]), "found nan; if a row has no id, write null$"),
         (pa.array([2.0**53]), "found 9007199254740992.0"),  # which 2**53 + 1 becomes
-        (pa.array([-(2.0**24)], pa.float32()), "found -16777216.0, and float tells these apart below 2\\*\\*24 only"),
+        (pa.array([-(2.0**24)], pa.float32()), "found -16777216.0, but float is exact only below 2\\*\\*24 only"),
     ],
 )
 def test_floats_that_are_no_ids(column, named):
@@ -248,7 +248,7 @@ def test_identity_out_of_range(ids, named):
     advice = "use mapping: hash" if named == "-1" else "raise num_embeddings, or use mapping: hash"
     with pytest.raises(
         UserError,
-        match=rf"id {named} is outside 0 … 4 \(mapping: identity\); {advice}; for a run that has .*data.filter",
+        match=rf"id {named} is outside 0 … 4 \(mapping: identity\); {advice}; for a run that is .*data.filter",
     ):
         rows_of(IdentityMapping(5), pa.array(ids))
 
@@ -358,7 +358,7 @@ def test_build_mapping():
     table.num_hashes = 2
     assert rows_of(build_mapping(table), ids).tolist() == rows_of(HashMapping(50, 9, 2), ids).tolist()
     table.mapping = IdMappingType.quotient_remainder
-    with pytest.raises(UserError, match="takes num_ids"):
+    with pytest.raises(UserError, match="needs num_ids"):
         build_mapping(table)
     table.num_ids = 500
     expected = rows_of(QuotientRemainderMapping(50, 500, 9), ids)
@@ -375,7 +375,7 @@ def test_build_mapping_of_a_vocabulary():
     mapping = build_mapping(table, pa.array([7, 5]))
     assert mapping.num_rows == 5
     assert rows_of(mapping, pa.array([5, 7])).tolist() == [2, 1]
-    with pytest.raises(UserError, match=r"vocabulary of 4 ids with num_buckets: 2 takes 7 rows, .* 6 is less"):
+    with pytest.raises(UserError, match=r"vocabulary of 4 ids with num_buckets: 2 needs 7 rows, .* 6 is less"):
         build_mapping(table, pa.array([1, 2, 3, 4]))
 
 

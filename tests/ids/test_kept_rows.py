@@ -66,5 +66,5 @@ def test_texts_and_what_the_mapping_refuses() -> None:
 @pytest.mark.parametrize("column", [[False, True], [True, None], [], [1, 0]])
 def test_files_that_tell_no_rows(column: list, tmp_path: Path) -> None:
     pq.write_table(pa.table({"kept": column}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet' does not tell the rows of a table"):
+    with pytest.raises(UserError, match=r"a\.parquet' does not list the rows of a table"):
         KeptRows.read(tmp_path / "a.parquet")

@@ -67,7 +67,7 @@ def test_index_of_numbers_beyond_the_type_of_the_list(known, ids, positions):
 
 def test_index_of_ids_that_do_not_compare():
     for known, ids in ((pa.array([1]), pa.array(["1"])), (pa.array(["1"]), pa.array([1]))):
-        with pytest.raises(UserError, match=f"ids of type {ids.type} do not compare with ids of type {known.type}"):
+        with pytest.raises(UserError, match=f"ids of type {ids.type} cannot be compared with ids of type {known.type}"):
             rows_of(IndexMapping(known), ids)
     with pytest.raises(TypeError, match="found struct"):
         rows_of(IndexMapping(pa.array([1])), pa.array([{"a": 1}]))
@@ -122,7 +122,7 @@ def test_hashes_that_share_places(listed):
 @pytest.mark.parametrize("ids", [pa.array([3, 1, 3]), pa.array(["x", "y", "x"]), pa.array(["x", "x", "x"])], ids=str)
 def test_list_with_an_id_twice(ids):
     for listed in (ids, ids.dictionary_encode()):
-        with pytest.raises(UserError, match=r"id [3x] is there twice in a list of distinct ids"):
+        with pytest.raises(UserError, match=r"id [3x] occurs twice in a list of distinct ids"):
             IndexMapping(listed)
 
 
@@ -292,7 +292,7 @@ def test_vocabulary_file(tmp_path, ids):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (pa.table({"ID": [1], "count": [1]}), "has the columns ID, count, and must have one called id"),
+        (pa.table({"ID": [1], "count": [1]}), "has the columns ID, count, but must have one called id"),
         (pa.table({"id": [0.5]}), "has ids of type double, which must be integers or strings"),
         (pa.table({"id": [1, None]}), "holds 1 nulls as ids"),
         (pa.table({"id": ["a", "b", "a"]}), "lists 1 ids again, and may list each once"),

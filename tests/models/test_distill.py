@@ -123,7 +123,7 @@ def test_scores_of_another_teacher_are_told_with_the_key_of_their_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of one that was trained anew in the same run directory."""
-    refusal = UserError("'runs/t/scores' holds what something else gave (other checkpoint); name another folder")
+    refusal = UserError("'runs/t/scores' was written from something else (other checkpoint); name another folder")
     monkeypatch.setattr(taught, "run_command", lambda *_, **__: refusal)
     for given, folder in (([], "runs/t/scores"), ([f"train.distill.scores={tmp_path}"], str(tmp_path))):
         config = load_config("configs/dlrm_sample.yaml", ["train.distill.teacher=runs/t", *given])
@@ -200,5 +200,5 @@ def test_two_towers_have_no_teacher() -> None:
     from recsys.models.two_tower import TwoTower, TwoTowerConfig
 
     config = TwoTowerConfig(user_features=["user"], item_features=["item"], item_id="item")
-    with pytest.raises(UserError, match="a loss of its own, without a teacher"):
+    with pytest.raises(UserError, match="its own loss, which reads no teacher"):
         TwoTower(config, DenseInputs({"user": 4, "item": 4}, [], distill=DistillConfig()))

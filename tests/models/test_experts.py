@@ -207,14 +207,14 @@ def test_experts_of_both_towers(tmp_path: Path) -> None:
     ("override", "said"),
     [
         ("tables.item.experts.others=[item_mid,item_far]", "there is no table 'item_far'"),
-        ("tables.item.experts.others=[]", "must name further tables"),
-        ("tables.user.experts.others=[user_2,item_rest]", "an expert is of one table alone"),
+        ("tables.item.experts.others=[]", "must name other tables"),
+        ("tables.user.experts.others=[user_2,item_rest]", "an expert belongs to one table only"),
         ("tables.item_mid.projected_dim=16", "set tables.item_mid.projected_dim=8"),
-        ("tables.item_mid.pooling=sum", "are pooled alike"),
+        ("tables.item_mid.pooling=sum", "must have the same pooling"),
         ("tables.item_mid={mapping: hash}", "set tables.item_mid.mapping=vocabulary"),
-        ("tables.item.experts.active=2", "is 1 by frequency"),
+        ("tables.item.experts.active=2", "must be 1 with by: frequency"),
         ("tables.user.experts.active=4", "at most the number of experts, 3"),
-        ("model.attention={history: item_id}", "experts go with features whose lists are summed"),
+        ("model.attention={history: item_id}", "experts work with features whose lists are summed"),
     ],
 )
 def test_mistakes(override: str, said: str, config: Path) -> None:

@@ -46,5 +46,5 @@ def test_layers_are_normalised_before_the_relu(layer_norm: bool) -> None:
 def test_numbers_alone_are_nothing_to_be_gated() -> None:
     """The sample has the float price beside its id features."""
     config = FinalMLPConfig(gate_1=["user_id", "item_id", "history"], gate_2=["category", "device", "hour"])
-    with pytest.raises(UserError, match=r"leave no id feature to be gated, found \['user_id', .*; drop some"):
+    with pytest.raises(UserError, match=r"leave no id feature to gate, found \['user_id', .*; drop some"):
         config.check(load_config("configs/dlrm_sample.yaml"))

@@ -105,7 +105,7 @@ def test_several_labels_on_any_ranks_and_in_micro_batches(model: str, folder: Pa
         (["data.labels={a: clicked, b: clicked}", "data.label_column=clicked"], ["exclude each other"]),
         (["data.labels={a: {weight: 0, column: clicked}}"], ["every weight is 0"]),
         (["data.labels={a: {column: clicked, expression: clicked == 1}}"], ["'data.labels.a'", "keep one"]),
-        (["data.labels={a/b: clicked}"], ["'data.labels'", "'a/b' is no name"]),
+        (["data.labels={a/b: clicked}"], ["'data.labels'", "'a/b' is not a valid name"]),
         (["data.labels={a: {colum: clicked}}"], ["did you mean", "column"]),
     ],
 )

@@ -46,7 +46,7 @@ def test_outputs_have_a_number_for_each_row_and_label() -> None:
 def test_other_outputs_are_refused(outputs: Any, names: list[str], found: str, wanted: str) -> None:
     with pytest.raises(UserError) as caught:
         losses_of(outputs, *names)
-    assert f"for 2 rows the model's forward gave {found}, and data.labels" in str(caught.value)
+    assert f"for 2 rows the model's forward gave {found}, but data.labels" in str(caught.value)
     assert f"a number for each row and label, {wanted}; return that" in str(caught.value)
 
 
@@ -100,5 +100,5 @@ def test_predictions_have_a_number_for_each_row() -> None:
         return scores_of_rows(opened)(SimpleNamespace(outputs=scores, batch=batch))  # type: ignore[arg-type]
 
     assert predicted(torch.tensor([0.5, 1.0])).to_pydict() == {"score": [0.5, 1.0]}
-    with pytest.raises(UserError, match=r"predictions gave 'score' of \[2, 1\], and must give a number for each row"):
+    with pytest.raises(UserError, match=r"predictions gave 'score' of \[2, 1\], but must give a number for each row"):
         predicted(torch.zeros(2, 1))

@@ -146,14 +146,17 @@ def config_of_own(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("layer", "said"),
     [
-        (nn.BatchNorm1d(4), r"'model\.name': Own has a BatchNorm1d at 'net\.1', .* take nn\.LayerNorm"),
+        (nn.BatchNorm1d(4), r"'model\.name': Own has a BatchNorm1d at 'net\.1', .* use nn\.LayerNorm"),
         (nn.BatchNorm1d(4, track_running_stats=False), "BatchNorm1d"),
         (nn.SyncBatchNorm(4), "SyncBatchNorm"),
         (nn.InstanceNorm1d(4, track_running_stats=True), "InstanceNorm1d"),
-        (nn.Dropout(0.1), r"a Dropout at 'net\.1', whose draws .* take recsys\.models\.RowDropout"),
-        (nn.MultiheadAttention(4, 1, dropout=0.1), r"a MultiheadAttention at 'net\.1' with dropout=0\.1, whose draws"),
-        (nn.GRU(4, 4, 2, dropout=0.1), r"a GRU at 'net\.1' with dropout=0\.1, whose draws .* set it to 0"),
-        (nn.LazyLinear(4), r"Own has no shape of 'net\.1\.weight' before its first batch, .* by inputs\.dims"),
+        (nn.Dropout(0.1), r"a Dropout at 'net\.1', whose masks .* use recsys\.models\.RowDropout"),
+        (nn.MultiheadAttention(4, 1, dropout=0.1), r"a MultiheadAttention at 'net\.1' with dropout=0\.1, whose masks"),
+        (nn.GRU(4, 4, 2, dropout=0.1), r"a GRU at 'net\.1' with dropout=0\.1, whose masks .* set it to 0"),
+        (
+            nn.LazyLinear(4),
+            r"Own does not know the shape of 'net\.1\.weight' before its first batch, .* from inputs\.dims",
+        ),
         (nn.LayerNorm(4), None),
         (nn.InstanceNorm1d(4), None),
         (nn.Dropout(0), None),
@@ -179,7 +182,7 @@ def test_a_class_that_has_changed_since_training_is_refused() -> None:
     source: Any = SimpleNamespace(path="runs/a/checkpoints/step-1", marker=marker)
     assert list(dense_weights(nn.Linear(4, 2, bias=False), source)) == ["dense/weight"]
     for changed, said in ((nn.Linear(5, 2, bias=False), r"\(dense/weight\)"), (nn.Linear(4, 2), r"\(dense/bias\)")):
-        with pytest.raises(UserError, match=rf"other weights than the class of the model {said}; give the class back"):
+        with pytest.raises(UserError, match=rf"other weights than the model's class {said}; restore the code"):
             dense_weights(changed, source)
 
 
@@ -336,9 +339,7 @@ class PicksRows(Own):
 @pytest.mark.parametrize(("model", "asked"), [("PicksRows", "aten.nonzero"), ("UsedByFirstRows", "aten._local_scalar")])
 def test_a_model_that_goes_by_its_numbers_is_refused(model: str, asked: str, tmp_path: Path) -> None:
     config = load_config(config_of_own(tmp_path), [f"model.name={__name__}.{model}"])
-    with pytest.raises(
-        UserError, match=rf"'model\.name': the model goes by what its numbers are \({asked}.*torch\.where"
-    ):
+    with pytest.raises(UserError, match=rf"'model\.name': the model branches on values \({asked}.*torch\.where"):
         rehearse_run(config)
 
 
@@ -391,5 +392,5 @@ def test_compiling_asks_for_a_dropout_of_any_type(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Own, "Config", OptionalDropout)
     path, compiled = config_of_own(tmp_path), ["train.compile=true"]
     assert load_config(path, compiled).model.dropout is None
-    with pytest.raises(UserError, match=r"'train\.compile': the masks of dropout follow the step"):
+    with pytest.raises(UserError, match=r"'train\.compile': dropout masks depend on the step"):
         load_config(path, [*compiled, "model.dropout=0.1"])

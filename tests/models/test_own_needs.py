@@ -116,8 +116,8 @@ ITEMS = {"labels": False, "item_id": "item_id", "item_features": ("item_id",), "
         ({"log_shares_of": "item"}, r"of the ids of feature 'item', and no id feature has that name"),
         ({"training_features": ("price",)}, r"in training alone feature 'price', and no feature has that name"),
         ({"item_features": ("item_id", "pirce")}, r"reads of items feature 'pirce', and no feature"),
-        ({"item_id": "item", "item_features": ("item_id",)}, r"by 'item', which is none of its features of items"),
-        ({"item_id": None, "sampled_items": 8}, r"names no feature that tells them apart; add Needs\.item_id"),
+        ({"item_id": "item", "item_features": ("item_id",)}, r"by 'item', which is not one of its item features"),
+        ({"item_id": None, "sampled_items": 8}, r"names no feature that identifies them; add Needs\.item_id"),
         ({"sampled_items": 8, "sampling_power": 0.5}, r"set it to Needs\.item_id, 'item_id', found None"),
     ],
 )

@@ -127,7 +127,7 @@ def test_lists_in_a_table_of_the_users_own_are_told(
 
 
 def test_what_is_drawn_needs_items(config: Path) -> None:
-    with pytest.raises(UserError, match=r"'model.sampled_negatives' draws items of data.items, which is not set"):
+    with pytest.raises(UserError, match=r"'model.sampled_negatives' samples items from data.items, which is not set"):
         load_config(
             config, ["model.sampled_negatives=1", *(f"data.{role}=null" for role in ("valid", "test", "items"))]
         )
@@ -245,7 +245,7 @@ def test_the_loss_of_pairs_by_hand(num_sampled: int, scores_at_once: int, monkey
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.loss=bpr"], r"'model.logq_correction' is of the softmax; with loss bpr, set it to false"),
+        (["model.loss=bpr"], r"'model.logq_correction' corrects the softmax; with loss bpr, set it to false"),
         (["model.loss=contrastive"], r"'model.loss': contrastive is of simplex alone; softmax and bpr are here"),
     ],
 )

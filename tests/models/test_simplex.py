@@ -181,7 +181,7 @@ def test_the_loss_by_hand(loss: RetrievalLoss) -> None:
         (["model.history=histroy"], r"'model.history': there is no feature 'histroy'; did you mean 'history'"),
         (["model.user_id=item"], r"each another one: model.user_id, model.history, model.item_id; found"),
         (["features.history.table=user"], r"tables.user and tables.item"),
-        (["data.items=null"], r"'data.items' is not set, and negatives are drawn"),
+        (["data.items=null"], r"'data.items' is not set, but negatives are sampled"),
         (["features.history.weights=w"], r"'features.history.weights': model simplex reads none"),
     ],
 )

@@ -266,7 +266,7 @@ def test_values_of_a_wrong_type_are_named(name: str, runs: Path, tmp_path: Path)
             Page(report_page(open_record(run)))
         except UserError as error:
             num_refused += 1
-            assert re.search(rf"/{name}' is damaged \(.+ (lacks .+|is .+, and must be .+)\); remove it", str(error))
+            assert re.search(rf"/{name}' is damaged \(.+ (lacks .+|is .+, but must be .+)\); remove it", str(error))
     assert num_refused or name == "metrics.jsonl"  # whose lines are left out
 
 

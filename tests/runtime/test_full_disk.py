@@ -154,7 +154,7 @@ def test_of_a_copy_that_does_not_fit_the_file_that_is_written_is_named(disk: Pat
     fill(disk)
     with pytest.raises(OSError, match="No space left") as caught:
         shutil.copyfile(__file__, disk / "copy")
-    said = f"'{disk}/copy' cannot be written (No space left on device); make room there, and start it again"
+    said = f"'{disk}/copy' cannot be written (No space left on device); make room there, and start again"
     assert str(disk_problem(caught.value)) == said
 
 
@@ -188,7 +188,7 @@ def test_a_trace_that_is_lost_is_told(disk: Path, caplog: pytest.LogCaptureFixtu
         for _ in range(14):
             torch.ones(3).sum()
             step_done()
-    assert re.search(r"'.*/profile/rank_0.json' cannot be written \(.+\); training goes on without it", caplog.text)
+    assert re.search(r"'.*/profile/rank_0.json' cannot be written \(.+\); training continues without it", caplog.text)
     assert names(disk / "profile") == []
 
 

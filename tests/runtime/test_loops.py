@@ -307,6 +307,7 @@ def test_a_numba_that_cannot_be_used_is_named_once(
     monkeypatch.setattr(logging.getLogger("recsys"), "propagate", True)
     assert not loops.compile_loops() and not loops.compile_loops()
     assert [record.getMessage() for record in caplog.records if str(error) in record.getMessage()] == [
-        f"threads decode slower, by NumPy, since numba cannot be used ({type(error).__name__}: {error}); install the "
+        f"decoding threads use the slower NumPy loops, since numba cannot be used "
+        f"({type(error).__name__}: {error}); install the "
         f"release that the extra 'threads' names, or uninstall it"
     ]

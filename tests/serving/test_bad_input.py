@@ -126,7 +126,10 @@ def test_users_and_names(towers: Path) -> None:
         (lambda: run.recommend(users.drop_columns("history")), "has no column 'history'"),
         (lambda: run.recommend(users.drop_columns("seen")), "has no column 'seen'"),
         (lambda: run.recommend(users, keep=["usr"]), "`keep`: file"),
-        (lambda: run.recommend(with_column(users, "seen", ids)), "ids of type int64 do not compare with ids of type s"),
+        (
+            lambda: run.recommend(with_column(users, "seen", ids)),
+            "ids of type int64 cannot be compared with ids of type s",
+        ),
         (lambda: run.recommend(users.slice(0, 0)), "hold no rows"),
         (lambda: run.recommend([]), "DATA is an empty list"),
         (
@@ -134,7 +137,7 @@ def test_users_and_names(towers: Path) -> None:
             "DATA is of type list, and may be paths, an Arrow table, a data frame or a mapping of columns of one",
         ),
         *(
-            (lambda k=k: run.recommend(users, k), f"k is {k!r}, and must be a whole number above 0")
+            (lambda k=k: run.recommend(users, k), f"k is {k!r}, but must be a whole number above 0")
             for k in (0, -1, "5")
         ),
         (
@@ -143,7 +146,7 @@ def test_users_and_names(towers: Path) -> None:
         ),
         (
             lambda: run.embeddings("tables.user", keep=["user"]),
-            "`keep` names columns of users or items, and vectors of table 'user' have their id alone",
+            "`keep` names columns of users or items, and vectors of table 'user' have only their id",
         ),
         (
             lambda: run.embeddings("itm"),
@@ -161,7 +164,7 @@ def test_users_and_names(towers: Path) -> None:
 
 def test_groups_of_users_and_items_have_no_auc(towers: Path) -> None:
     told = run_recsys("evaluate", towers, "--group", "user", status=1)
-    assert "--group: metrics of users and items have no AUC of groups" in told
+    assert "--group: retrieval metrics have no AUC by group" in told
 
 
 def test_folders_that_cannot_be(ranker: Path, towers: Path, tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ def test_folders_that_cannot_be(ranker: Path, towers: Path, tmp_path: Path) -> N
         told = run_recsys(*words, status=1)
         assert f"error: OUT: '{tmp_path}/file" in told and "cannot be made" in told
     told = run_recsys("embeddings", towers, "item", tmp_path / "out", "--queries", "users", status=1)
-    assert "--queries are users to measure the recall of an index on; ask" in told
+    assert "--queries are users on whom the recall of an index is measured; add" in told
 
 
 def test_faiss_that_is_not_there(towers: Path, tmp_path: Path) -> None:

@@ -208,10 +208,10 @@ def test_two_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "said"),
     [
         (("--max-loss", "1%", "--steps", "quantise"), "--steps: there is no 'quantise'; did you mean 'quantize'?"),
-        (("--max-loss", "-1"), "--max-loss must be a number from 0 on"),
+        (("--max-loss", "-1"), "--max-loss must be a number of at least 0"),
         (("--max-loss", "0.1", "--metric", "acu"), "did you mean 'auc'?"),
         (("--max-loss", "0.1", "data.valid=null", "data.test=null"), "nothing to compare compressions on"),
-        (("--max-loss", "0.1", "tables.user.num_buckets=1"), "is a part of what the run has trained"),
+        (("--max-loss", "0.1", "tables.user.num_buckets=1"), "is fixed by what the run has trained"),
     ],
 )
 def test_mistakes(options: tuple[str, ...], said: str, runs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_two_towers_are_trained_without_a_teacher(tmp_path: Path) -> None:
 def test_a_student_is_trained_on_one_rank(run: Path, tmp_path: Path) -> None:
     words = ("compress", run, tmp_path / "two", "--steps", "distill", "--max-loss", "1")
     told = run_recsys(*words, nproc=2, status=1)
-    assert "distill trains in a process of its own; start recsys compress on one rank" in told
+    assert "distill trains in a separate process; start recsys compress on one rank" in told
 
 
 @pytest.mark.slow

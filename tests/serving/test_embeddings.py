@@ -115,10 +115,13 @@ def test_ids_of_a_pruned_table_have_the_rows_that_training_gave_them(tmp_path: P
     [
         (["usr"], "the run has no vectors of 'usr'; did you mean 'user'?"),
         (["item"], "table 'item' has mapping: hash, which keeps no ids; give data that hold the ids wanted, as --data"),
-        (["user", "--faiss", "flat"], "--faiss makes an index of vectors of items, and not of 'user'"),
+        (["user", "--faiss", "flat"], "--faiss indexes vectors of items, not of 'user'"),
         (["item", "--data", "STRINGS"], "its ids are string in column 'item_id' of DATA and int64"),
         (["hour", "--data", "HOURS"], "id 24 is outside 0 … 23"),
-        (["price", "--data", "HOURS"], "ids of table 'price' are buckets of numbers, which the run knows; give no --d"),
+        (
+            ["price", "--data", "HOURS"],
+            "ids of table 'price' are buckets of numbers, which the run knows; leave out --d",
+        ),
         (["item", "--data", "nowhere"], "DATA: 'nowhere' does not exist"),
         (["device", "--data", "HOURS"], "has no column 'device'"),
     ],

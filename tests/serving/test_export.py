@@ -149,18 +149,20 @@ def test_candidates_and_unknown_items(towers: Path) -> None:
     assert len(scorer.recommend(users, k=100, seen=None)["items"][0]) == 60
     assert scorer.recommend(users.slice(0, 0)).num_rows == 0
     for k in (0, None, "20", 1.5):
-        with pytest.raises(ExportError, match=r"k is .*, and must be a whole number above 0"):
+        with pytest.raises(ExportError, match=r"k is .*, but must be a whole number above 0"):
             scorer.recommend(users, k=k)  # type: ignore[arg-type]
     assert scorer.recommend(users, k=np.int64(3)) == scorer.recommend(users, k=3)  # type: ignore[arg-type]
     for folder in (None, 3, b"out", "nowhere"):
-        with pytest.raises(ExportError, match=r"nowhere/manifest.json' cannot be read|/manifest.json' is no manifest"):
+        with pytest.raises(
+            ExportError, match=r"nowhere/manifest.json' cannot be read|/manifest.json' is not the manifest"
+        ):
             Scorer(folder)  # type: ignore[arg-type]
     assert scorer.recommend(users.to_batches()[0]) == scorer.recommend(users) == scorer.recommend(users.to_pydict())
     with pytest.raises(
         ExportError, match="rows are of type list, and may be an Arrow table or batch, a dict of columns or"
     ):
         scorer.recommend([1, 2])
-    for id, said in ((1, "of type int64 are none of the texts of"), (1.5, "must be whole"), ({"a": 1}, "must be int")):
+    for id, said in ((1, "of type int64 are not texts, which"), (1.5, "must be whole"), ({"a": 1}, "must be int")):
         with pytest.raises(ExportError, match=f"^column 'odd': ids {said}"):
             scorer.recommend(users.append_column("odd", pa.array([[id], []])), seen="odd")
 
@@ -329,7 +331,7 @@ def test_a_server_answers(ranker: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ranker / "out", capture_output=True, text=True, timeout=60)
     expected = pq.read_table(ranker / "predicted")["score"].to_pylist()[:2]
     np.testing.assert_allclose(json.loads(done.stdout), expected, atol=1e-5)
-    assert re.search(r"Refused: \(400, .*column 'device' is of type str, and must be a list of values", done.stderr)
+    assert re.search(r"Refused: \(400, .*column 'device' is of type str, but must be a list of values", done.stderr)
 
 
 @pytest.mark.slow
@@ -395,5 +397,5 @@ def test_mistakes(ranker: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_threads", ["2", 0, -1, 1.5, None])
 def test_a_number_of_threads_is_refused_by_name(num_threads: Any, ranker: Path) -> None:
-    with pytest.raises(ExportError, match=re.escape(f"num_threads is {num_threads!r}, and must be a whole number")):
+    with pytest.raises(ExportError, match=re.escape(f"num_threads is {num_threads!r}, but must be a whole number")):
         Scorer(ranker / "out", num_threads=num_threads)

@@ -53,7 +53,9 @@ def test_where_no_checkpoint_can_be_written_others_are_tried_ever_more_seldom(
     keys = [f"data.train={write_day(tmp_path / 'd', range(9), 1)}", f"train.publish.dir={published}"]
     config = load_config(tmp_path / "c.yaml", [*keys, "train.publish.every_steps=10"])
     monkeypatch.setattr(publish, "check_packages", lambda: None)
-    problem = UserError("a checkpoint needs 2 bytes, and 'run' has 1 free; make room there and go on with run.resume")
+    problem = UserError(
+        "a checkpoint needs 2 bytes, and 'run' has 1 free; make room there and continue with run.resume"
+    )
     with open_world(Device.cpu) as world:
         inputs, tried = open_inputs(config, world), []
         with Publisher(inputs, build_model(inputs)) as publisher:

@@ -138,9 +138,9 @@ def test_a_follower_goes_on_after_any_error(published: Path, monkeypatch: pytest
 def test_what_no_follower_can_follow() -> None:
     for folder in (None, 3, ["published"], "nowhere"):
         with pytest.raises(
-            ExportError, match=r"the folder is of type \w+, and must be the path|'nowhere' holds no base"
+            ExportError, match=r"the folder is of type \w+, but must be the path|'nowhere' holds no base"
         ):
             Follower(folder)  # type: ignore[arg-type]
     for every_s in ("5", [1], 0, float("nan"), float("inf")):
-        with pytest.raises(ExportError, match=r"every_s is .*, and must be seconds above 0, or None"):
+        with pytest.raises(ExportError, match=r"every_s is .*, but must be seconds above 0, or None"):
             Follower("nowhere", every_s)  # type: ignore[arg-type]

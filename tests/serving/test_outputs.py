@@ -155,7 +155,7 @@ def test_a_folder_whose_state_was_edited_is_refused(tmp_path: Path) -> None:
     whole = json.loads(path.read_text())
     for key, value in STATES:
         path.write_text(json.dumps({**whole, key: value}))
-        with RunLock() as lock, pytest.raises(UserError, match="is not empty, and holds nothing to go on with"):
+        with RunLock() as lock, pytest.raises(UserError, match="is not empty, but holds nothing to resume"):
             Parts.begin(tmp_path / "out", {"data": "a"}, [3], lock)
     path.write_text(json.dumps(whole))
     with RunLock() as lock:
@@ -198,7 +198,7 @@ def test_one_prediction_at_a_time_writes_to_a_folder(run: Path, tmp_path: Path) 
     [
         ("foo=1", "error: --student: config key 'foo'"),
         ("tables.itm.embedding_dim=4", "did you mean 'tables.item'?"),
-        ("data.train=[a, b]", "a data.train of one path is scored, found a list"),
+        ("data.train=[a, b]", "data.train must be one path to be scored, found a list"),
     ],
 )
 def test_a_student_that_cannot_be_is_refused_before_anything_is_made(

@@ -131,8 +131,8 @@ def test_an_interrupted_prediction_goes_on(run: Path, rows: pa.Table, tmp_path: 
     assert first.stat().st_mtime_ns == before and not list((tmp_path / "parts").glob("*.tmp"))
 
     for said, changed in (
-        ("holds what something else gave (other data, columns)", ["--keep", "label"]),
-        ("holds what something else gave (other data)", ["data.filter=hour < 12"]),
+        ("was written from something else (other data, columns)", ["--keep", "label"]),
+        ("was written from something else (other data)", ["data.filter=hour < 12"]),
     ):
         assert said in run_recsys(*arguments, *changed, before=small_blocks, status=1)
 

@@ -116,7 +116,7 @@ def test_only_codes_are_overwritten(there: str, tmp_path: Path) -> None:
         assert main(["semantic-ids", str(source), str(out), "--levels", "2"]) == 0
         assert pq.read_schema(out).names == ["item_id", "code_1", "code_2", "same"]
     else:
-        with pytest.raises(UserError, match=f"^OUT: '{out}' is there, and has no column 'code_1' of such a file"):
+        with pytest.raises(UserError, match=f"^OUT: '{out}' exists and has no column 'code_1'"):
             list(semantic_ids(source, out, 2, 8, 1))
         assert out.read_bytes() == before
 
@@ -152,7 +152,7 @@ def test_vectors_that_are_not_whole(vectors: pa.Array, problem: str, tmp_path: P
 
 def test_columns_and_seeds_that_cannot_be(tmp_path: Path) -> None:
     pq.write_table(pa.table({"same": [1], "vector": [[1.0]]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="a column 'same', which is to be written"):
+    with pytest.raises(UserError, match="a column 'same', which would be written twice"):
         list(semantic_ids(tmp_path / "a.parquet", tmp_path / "out.parquet", 3, 8, 1))
     with pytest.raises(UserError, match="--seed must be at least 0, got -1"):
         semantic_ids_main(Parser(), [f"{tmp_path}/a.parquet", f"{tmp_path}/out.parquet", "--seed", "-1"])

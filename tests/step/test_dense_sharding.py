@@ -119,7 +119,7 @@ def test_what_takes_norms_of_parameters_is_refused_by_name() -> None:
             assert check_device(config, on_gpu=True, world_size=1) == [f"{SHARED} changes nothing on one rank"]
             continue
         with pytest.raises(
-            UserError, match=rf"'train.dense_sharding': {optimizer.name} goes by norms .*=adam or adamw"
+            UserError, match=rf"'train.dense_sharding': {optimizer.name} needs the norms .*=adam or adamw"
         ):
             check_device(config, on_gpu=False, world_size=2)
 

@@ -173,14 +173,14 @@ def test_what_fbgemm_lacks_on_cpu_is_refused():
         ),
         (
             "tables.user={sharding_type: data_parallel, optimizer: {weight_decay: 0.1}}",
-            "'tables.user.optimizer.weight_decay': tables that every rank holds are trained without, found 0.1",
+            "'tables.user.optimizer.weight_decay': replicated tables are trained without it, found 0.1",
         ),
         ("optimizer.tables.l1=0.1", "'optimizer.tables.l1' is for .*ftrl, found rowwise_adagrad"),
         (
             "tables.user={compute_kernel: fused_uvm, optimizer: {name: ftrl}}",
             "'tables.user.compute_kernel': ftrl trains tables in device memory, found fused_uvm",
         ),
-        ("optimizer.schedule.name=plateau", "'optimizer.schedule.name': plateau goes by train.early_stop.metric"),
+        ("optimizer.schedule.name=plateau", "'optimizer.schedule.name': plateau follows train.early_stop.metric"),
         ("optimizer.tables.name=lars_sgd", "'optimizer.tables.name' must be one of .*, found 'lars_sgd'"),
     ],
 )

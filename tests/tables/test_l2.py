@@ -66,7 +66,10 @@ def weights_size(tables: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ("sharding_type: row_wise", "'tables.item.l2_all_rows' is for tables .* found sharding_type: row_wise; set"),
+        (
+            "sharding_type: row_wise",
+            "'tables.item.l2_all_rows' is for replicated tables .* found sharding_type: row_wise; set",
+        ),
         ("quantize: INT8", "'tables.item.l2_all_rows' .* found one that is looked up id by id; set"),
         (
             "optimizer: {name: lamb}",

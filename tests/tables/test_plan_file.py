@@ -25,7 +25,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     ),
     "text": (lambda user: user[1].update(rank="1"), "must be whole numbers"),
     "negative": (lambda user: user[1].update(offset=[-1, 0]), "must be whole numbers"),
-    "dimensions": (lambda user: user[1].update(offset=[0]), "no plan that a run has written"),
+    "dimensions": (lambda user: user[1].update(offset=[0]), "not a plan that a run has written"),
     "kind": (lambda user: user[1].update(sharding_type="diagonal"), "'diagonal' is not a valid ShardingChoice"),
     "kernel": (
         lambda user: [p.update(compute_kernel="fused_uvm") for p in user],
@@ -45,7 +45,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
         lambda user: [shard.update(sharding_type="table_wise") for shard in user],
         "as table_wise, and the config as tables.user.sharding_type=row_wise",
     ),
-    "key": (lambda user: user[0].update(colour="red"), "no plan that a run has written"),
+    "key": (lambda user: user[0].update(colour="red"), "not a plan that a run has written"),
 }
 
 
@@ -113,7 +113,12 @@ FORBIDDEN: dict[str, tuple[str, Edit, list[str], str]] = {
         ["optimizer.tables.name=lamb"],
         "every rank holds are trained by rowwise_",
     ),
-    "copies and decay": ("user", COPIES, ["optimizer.tables.weight_decay=0.1"], "every rank holds are trained without"),
+    "copies and decay": (
+        "user",
+        COPIES,
+        ["optimizer.tables.weight_decay=0.1"],
+        "replicated tables are trained without it",
+    ),
     "copies in host memory": (
         *("user", COPIES, [*GPUS, "tables.user.compute_kernel=fused_uvm"]),
         "a table that every rank holds lies in device memory, found fused_uvm",

@@ -358,9 +358,9 @@ def test_a_plan_is_saved_and_loaded(folder: Path) -> None:
     again, _ = trained(folder, 2, (f"run.plan={plan}",))
     assert again == losses and (folder / "run-2/plan.json").read_text() == plan.read_text()
     for nproc, options, said in (
-        (1, (f"run.plan={plan}",), "is for 2 ranks, and there are 1"),
+        (1, (f"run.plan={plan}",), "is for 2 ranks, but there are 1"),
         (2, (f"run.plan={plan}", "tables.user.num_embeddings=200"), "has table 'user' as 300 × 16"),
-        (1, (f"run.plan={folder}/none.json",), "is no plan that a run has written"),
+        (1, (f"run.plan={folder}/none.json",), "is not a plan that a run has written"),
     ):
         done = fork_train(str(write(folder)), f"run.dir={folder}/wrong", *options, nproc=nproc)
         assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr

@@ -72,7 +72,7 @@ def test_rows_of_0_are_pruned_without_loss(run: Path, tmp_path: Path) -> None:
     ("overrides", "said"),
     [
         (["tables.user.sparsity.l1=1"], "goes with optimizers adagrad, sgd, adam without weight_decay"),
-        (["optimizer.tables.name=sgd", "tables.user.sparsity={l1: 0}"], "does nothing with l1 and group_lasso at 0"),
+        (["optimizer.tables.name=sgd", "tables.user.sparsity={l1: 0}"], "has no effect while l1 and group_lasso are 0"),
         (
             [
                 "optimizer.tables.name=sgd",

@@ -115,7 +115,7 @@ def test_links_on_the_way_to_a_run(tmp_path: Path) -> None:
 
 def test_going_on_needs_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"'run\.resume' goes on with the run in run\.dir, which is not set"):
+    with pytest.raises(UserError, match=r"'run\.resume' continues the run in run\.dir, which is not set"):
         prepare(load_config(SAMPLE, ["run.resume=true"]))
     assert not any(tmp_path.iterdir())
     for value, said in (("''", "is an empty text"), ("~/runs/a", r"is .*write \$\{oc\.env:HOME\}/runs/a")):

@@ -108,7 +108,7 @@ def sweep(out: Path, *words: str, status: int = 0) -> str:
 def test_mistakes(tmp_path: Path) -> None:
     for words, said in (
         (("--space", "tables.itm.embedding_dim=[8]"), "itm"),
-        (("--space", RATE, "--metric", "recall@3"), "--metric: 'recall@3' is none of the model's metrics: auc"),
+        (("--space", RATE, "--metric", "recall@3"), "--metric: 'recall@3' is not one of the model's metrics: auc"),
         (("data.valid=null", "--space", RATE), "data.valid"),
         (("seed=3", "--space", RATE), "config key 'seed' is set by the sweep itself (--seeds says"),
     ):
@@ -152,7 +152,7 @@ def test_a_sweep_by_bytes_goes_on_with_none_by_the_metric_alone(by_bytes: bool, 
     """Optuna would join it, and count no trial, whose values are too few or too many for it: it would never end."""
     opened(tmp_path, RATE, by_bytes=by_bytes)._study()
     opened(tmp_path, RATE, by_bytes=by_bytes)._study()
-    with pytest.raises(UserError, match="holds another sweep; give it the same words"):
+    with pytest.raises(UserError, match="holds another sweep; use the same options"):
         opened(tmp_path, RATE, by_bytes=not by_bytes)._study()
 
 

@@ -150,7 +150,7 @@ def test_the_same_command_goes_on(number: signal.Signals, to_all: bool, status: 
         assert status < 0 and time.monotonic() < until
         time.sleep(0.1)
     if status > 0:
-        assert said.count(f"stopped by {number.name}; the same command goes on with it") == 1 and not errors
+        assert said.count(f"stopped by {number.name}; the same command continues it") == 1 and not errors
         assert not (out / "sweep.json").exists() and not list(out.glob("trials/*/*/checkpoints"))
         assert [trial.state.name for trial in trials(out)] == ["FAIL", "WAITING"]
     config.write_text(f"{settings}{{max_steps: 4}}\n")
