@@ -28,6 +28,7 @@ _VECTOR_TYPES = {FloatType.FP32: torch.float32, FloatType.FP16: torch.float16, F
 # Elements drawn at a time: on CPU few, since glibc keeps freed memory of large temporaries; on GPU many, since each
 # kernel has a fixed cost.
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
+_BY_ONE_THREAD = (1 << 15) - 1  # elements that torch copies without further threads of its own
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def fill_initial(shard: torch.Tensor, row_offset: int, column_offset: int, seed:
     key, device = make_key(seed, "table", table), shard.device
     columns = torch.arange(column_offset, column_offset + num_columns, device=device)
     chunk = max(1, CHUNK_ELEMENTS[device.type] // max(1, num_columns))
+    by_one = max(1, _BY_ONE_THREAD // max(1, num_columns))
 
     def fill(start: int) -> None:
         stop = min(start + chunk, num_rows)
@@ -121,12 +123,14 @@ def fill_initial(shard: torch.Tensor, row_offset: int, column_offset: int, seed:
         if device.type == "cuda" or shard.dtype is torch.float8_e4m3fn:  # a type that NumPy lacks
             shard[start:stop].copy_((uniform(key, rows, columns) * 2 - 1) * bound)
             return
-        # By NumPy, whose operators start no threads of their own.
+        # By NumPy, whose operators start no threads of their own; but it rounds to FP16 a number at a time, and torch
+        # takes a twentieth of that.
         numbers = uniform_numbers(key, rows.numpy(), columns.numpy())
         numbers *= 2
         numbers -= 1
         numbers *= np.float32(bound)
-        shard.numpy()[start:stop] = numbers
+        for own, drawn in zip(shard[start:stop].split(by_one), torch.from_numpy(numbers).split(by_one), strict=True):
+            own.copy_(drawn)
 
     shard, starts = shard.detach(), range(0, num_rows, chunk)
     if device.type == "cuda" or len(starts) < 2:
