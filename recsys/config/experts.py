@@ -1,4 +1,4 @@
-"""Experts of a table: further tables; a feature's vector is the gated sum of those of its ids in some of them."""
+"""Experts of a table: further tables; the vector of a feature is a gated sum over the vectors in some of them."""
 
 from dataclasses import dataclass, field, replace
 from math import comb
@@ -16,27 +16,27 @@ _MOST_CHOICES = 2**16  # of experts by hash
 
 @dataclass
 class ExpertsConfig:
-    """Section `tables.X.experts`: vectors of the table's features are gated sums over this table and others.
+    """Section `tables.X.experts`: features of the table get a gated sum over its vectors and those of other tables.
 
-    The id alone decides in which of them it is looked up, when batches are made, so that the bytes read and sent are
+    The id alone decides, when a batch is made, in which tables it is looked up. So the bytes read and sent are
     proportional to `active`. Mixture of experts: Shazeer et al. 2017, arXiv:1701.06538; mixed dimensions: Ginart et al.
     2019, arXiv:1909.11810.
     """
 
-    others: list[str] = field(default_factory=list)  # further tables, which no feature names, of the same model width
+    others: list[str] = field(default_factory=list)  # further tables of the same model width, named by no feature
     by: Route = Route.frequency
-    active: int = bounded(1, 1, 16)  # by hash: in how many of the tables an id is looked up
+    active: int = bounded(1, 1, 16)  # by: hash: number of tables in which an id is looked up
     gate: Gate = Gate.table
 
 
 def expert_tables(config: "Config", table: str) -> list[str]:
-    """Return a table and its further experts, in order; the table alone if it has none."""
+    """Return a table and its further experts, in order; only the table if it has none."""
     experts = config.tables[table].experts
     return [table, *(experts.others if experts else ())]
 
 
 def experts_with(config: "Config", table: str) -> tuple[ExpertsConfig, list[str]] | None:
-    """Return the section that makes a table an expert, and all experts of that section in order; None: it is none."""
+    """Return the section that makes a table an expert, and all experts of that section in order; None if none does."""
     for name, settings in config.tables.items():
         if settings.experts is not None and table in (names := expert_tables(config, name)):
             return settings.experts, names
@@ -44,13 +44,13 @@ def experts_with(config: "Config", table: str) -> tuple[ExpertsConfig, list[str]
 
 
 def experts_by_id(config: "Config") -> set[str]:
-    """Return the experts that are looked up id by id, since pooled vectors would be sent for rows without an id too."""
+    """Return the experts that are looked up id by id; pooled vectors would be sent even for rows without an id."""
     names = {expert for name, table in config.tables.items() if table.experts for expert in expert_tables(config, name)}
     return {name for name in names if config.tables[name].sharding_type in UNPOOLED}
 
 
 def deciding_tables(config: "Config") -> set[str]:
-    """Return the experts whose vocabulary decides which ids they have; an id that it drops goes to another expert."""
+    """Return the experts whose vocabulary decides which ids they hold; an id that it drops goes to another expert."""
     groups = (
         expert_tables(config, n) for n, t in config.tables.items() if t.experts and t.experts.by is Route.frequency
     )
@@ -58,9 +58,9 @@ def deciding_tables(config: "Config") -> set[str]:
 
 
 def add_expert_features(config: "Config") -> None:
-    """Add a feature `FEATURE+TABLE` for each further expert of a feature's table, right behind it, to a checked config.
+    """Add, to a checked config, a feature `FEATURE+TABLE` behind each feature for each further expert of its table.
 
-    Under `nulls: reserved` a null id has its row in the first expert alone.
+    Under `nulls: reserved`, a null id has a row only in the first expert.
     """
     features = {}
     for name, feature in config.features.items():

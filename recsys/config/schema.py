@@ -41,31 +41,31 @@ from recsys.config.track import TrackConfig
 
 @dataclass
 class RunConfig:
-    """Section `run`: where a run writes, and what happens when that place is taken."""
+    """Section `run`: where a run writes, whether it resumes or replaces another, and what it runs on."""
 
-    name: str | None = None  # letters, digits, _, - and .; default: the config file's stem
-    dir: str | None = None  # default: runs/NAME-TIME
+    name: str | None = None  # letters, digits, _, - and .; default: the stem of the config file
+    dir: str | None = None  # folder of the run; default: runs/NAME-TIME
     resume: bool = False  # continue from the newest checkpoint in run.dir, or start if there is none
     overwrite: bool = False  # replace an earlier run in run.dir
-    stop_file: str | None = None  # when this file is there, save and end as for SIGTERM
-    plan: str | None = None  # sharding plan of an earlier run, RUN/plan.json; default: the planner makes one
+    stop_file: str | None = None  # when this file exists, save a checkpoint and end, as on SIGTERM
+    plan: str | None = None  # sharding plan to use, RUN/plan.json of an earlier run; default: the planner makes one
     device: Device = Device.auto
-    # OpenMP threads of a rank; default: its share of the cores, less one of many; with a GPU, 1.
+    # OpenMP threads of a rank. Default: 1 with a GPU, else its share of the cores, less one if it has more than two.
     num_threads: int | None = bounded(None, 1, 1024)
-    profile_steps: int = bounded(0, 0, 10_000)  # trace so many steps, from the 13th on, to RUN/profile/rank_K.json
-    # In training, name a rank that makes no progress for so long, and end; not with --debug.
+    profile_steps: int = bounded(0, 0, 10_000)  # trace this many steps, from the 13th on, to RUN/profile/rank_K.json
+    # Seconds that a rank may make no progress in training before it is named and the run ends; not with --debug.
     stuck_after_s: float = bounded(600, 2, 1e8)
     track: TrackConfig = field(default_factory=TrackConfig)
 
 
 @dataclass
 class LabelConfig:
-    """A label: something to learn of each row. Its loss is a mean over the rows that have it, by their weights."""
+    """A label: what to predict for each row. Its loss is the weighted mean over the rows that have it."""
 
-    column: str | None = None  # default: the label's name
-    expression: str | None = None  # in place of a column: a condition as in data.filter, "event == 'purchase'"
+    column: str | None = None  # default: the name of the label
+    expression: str | None = None  # instead of a column: a condition as in data.filter, "event == 'purchase'"
     loss: LabelLoss = LabelLoss.binary
-    weight: float = bounded(1.0, 0, LARGE)  # of this label's loss among those of all labels
+    weight: float = bounded(1.0, 0, LARGE)  # weight of this loss in the sum over all labels
     nulls: LabelNulls = LabelNulls.refuse
 
 
@@ -74,39 +74,39 @@ class DataConfig:
     """Section `data`: Parquet files and how they are read; a path is a directory, glob or file, or a list of these."""
 
     train: Any = MISSING  # Parquet to train on
-    valid: Any = None  # evaluated every train.eval_every_steps, or eval_every_epochs, and at the end
+    valid: Any = None  # evaluated every train.eval_every_steps or eval_every_epochs, and at the end
     test: Any = None  # evaluated once, at the end
-    items: Any = None  # retrieval: every item once
-    label_column: str | None = None  # of 0 and 1, where there is one label; short for labels={label: {column: …}}
-    # What is learned, by name; the model gives an output for each. `click: clicked` is short for {column: clicked}, and
-    # `buy: "event == 'purchase'"` for {expression: …}: a text that is more than one word.
+    items: Any = None  # retrieval: all items, a row for each
+    label_column: str | None = None  # column of 0 and 1, for a single label; short for labels={label: {column: …}}
+    # Labels to learn, by name; the model has an output for each. `click: clicked` is short for {column: clicked}, and a
+    # text of more than one word for an expression: `buy: "event == 'purchase'"`.
     labels: dict[str, LabelConfig] = field(default_factory=dict)
-    weight_column: str | None = None  # of a weight for each row, in losses and metrics of labels; default: all weigh 1
-    # Of the rows of data.train without a positive label, train on such a share only, the same in every epoch. Each
-    # counts 1 / share times, so that losses and what is predicted stay those of all rows; none is left out elsewhere.
+    weight_column: str | None = None  # weight of each row in losses and metrics of labels; default: all weigh 1
+    # Share of the rows of data.train without a positive label to train on, the same rows in every epoch. Each counts
+    # 1 / share times, so losses and predictions stay those of all rows. No other data lose rows.
     keep_negatives: float | None = bounded(None, 1e-6, 1)
     targets_column: str = "targets"  # retrieval: held-out items of a user, a list of raw ids
     seen_column: str | None = "seen"  # retrieval: items masked when ranking, a list of raw ids
-    candidates_column: str | None = None  # of `recsys recommend`: items to choose from, a list of raw ids
+    candidates_column: str | None = None  # `recsys recommend`: items to choose from, a list of raw ids
     shuffle: bool = True  # false: rows come in the order of the files
-    num_streams: int = bounded(8, 1, 2**20)  # a step takes rows of each; a multiple of the ranks decodes no row twice
-    # Rows of a stream shuffled together, in MiB as held in memory; of each two are held, or all that a batch takes.
+    num_streams: int = bounded(8, 1, 2**20)  # each step reads rows of all; a multiple of the ranks decodes none twice
+    # Rows of a stream to shuffle together, in MiB of memory; of these, two are held, or as many as a batch needs.
     window_mib: int = bounded(64, 1, 2**20)
     drop_last: bool = False  # leave out the rows of data.train that do not fill the last batch of an epoch
-    num_threads: int | None = bounded(None, 0, 1024)  # that decode; 0: the training thread; default: 2, on GPUs ≤ 12
-    processes: bool | None = None  # one for each of num_threads decodes data.train; default: with a GPU, if there are 3
-    # Put together ahead of training, by a thread; 0: in the training thread. Default: 4 with a GPU, else 0.
+    num_threads: int | None = bounded(None, 0, 1024)  # to decode; 0: the training thread; default: 2, on GPUs ≤ 12
+    processes: bool | None = None  # decode data.train in processes, not threads; default: on GPUs, if num_threads ≥ 3
+    # Batches that a thread collates ahead of training; 0: the training thread does. Default: 4 with a GPU, else 0.
     prefetch_batches: int | None = bounded(None, 0, 2**20)
-    max_rows: int | None = bounded(None, 1)  # use only the first rows of each dataset
-    # Columns that some files may lack, as those of days before a column was added, and which are null there: [channel].
+    max_rows: int | None = bounded(None, 1)  # use only this many rows of each dataset, the first
+    # Columns that files may lack, where they are null: [channel] if older files were written before it was added.
     optional_columns: list[str] = field(default_factory=list)
-    # Rows of train, valid and test to use: "day >= '2026-11-01'"; or {train: …, items: …}, each its own. result.json
-    # has it as it was read, so that "day >= '${oc.env:DAY}'" tells of which day, and no secret belongs in it.
+    # Rows to use of train, valid and test: "day >= '2026-11-01'"; {train: …, items: …} gives each its own filter.
+    # result.json records it with "${oc.env:DAY}" filled in, so keep secrets out of it.
     filter: Any = None
-    verify_checksums: bool = True  # of pages that have one, as our own writers' do
-    retries: int = bounded(3, 0, 100)  # of a read from a remote file system
-    max_bad_files: int = bounded(0, 0)  # whose footer cannot be read: leave out up to so many, in place of an error
-    max_bad_rows: int = bounded(0, 0)  # of row groups that cannot be decoded: give up to so many weight 0, likewise
+    verify_checksums: bool = True  # of pages that have one, as in files that this project writes
+    retries: int = bounded(3, 0, 100)  # of a failed read from a remote file system
+    max_bad_files: int = bounded(0, 0)  # leave out up to so many files with an unreadable footer instead of failing
+    max_bad_rows: int = bounded(0, 0)  # give up to so many rows that cannot be decoded weight 0 instead of failing
 
 
 @dataclass
@@ -114,42 +114,42 @@ class FeatureConfig:
     """A feature: one input column. An `id` feature names the table that holds its vectors."""
 
     type: FeatureType = FeatureType.id
-    column: str | None = None  # default: the feature's name; of a struct a field, such as device.os
-    # In place of a column: of these columns, an id for each combination of their ids. [user_country, item_id]
+    column: str | None = None  # default: the name of the feature; device.os is a field of a struct
+    # Instead of a column: an id for each combination of the ids in these columns, such as [user_country, item_id].
     cross: list[str] | None = None
-    table: str | None = None  # of an id: the table with its vectors, which features may share
-    max_length: int | None = bounded(None, 1)  # of a list
-    keep: Keep = Keep.last  # which end of a longer list
+    table: str | None = None  # id: the table with its vectors, which features may share
+    max_length: int | None = bounded(None, 1)  # id: longer lists are cut to this many ids
+    keep: Keep = Keep.last  # which end of a longer list is kept
     weights: str | None = None  # column with a weight for each id: a list of numbers as long as the list of ids
-    boundaries: list[float] | None = None  # the column holds numbers, and the id is how many of these are <= it
-    dim: int | None = bounded(None, 1, 2**16)  # float: a row has a list of so many numbers, as a vector of its text
+    boundaries: list[float] | None = None  # the column holds numbers; the id is how many of these are <= the number
+    dim: int | None = bounded(None, 1, 2**16)  # float: numbers in the list of each row, such as a vector of its text
     nulls: NullPolicy = NullPolicy.reserved  # what a null id or number becomes
     fill: float = bounded(0.0, -LARGE, LARGE)  # value of a null float
-    clip: list[float | None] | None = None  # float: least and greatest value, null: none; before log1p and standardise
+    clip: list[float | None] | None = None  # float: [least, greatest], null: no bound; before log1p and standardise
     log1p: bool = False  # float: log(1 + x)
     standardise: bool = False  # float: (x - mean) / standard deviation, both of data.train
-    # Not a key: of a feature that is made for a further expert of another's table, that other.
+    # Not a key: the feature that this one was added for, to look its ids up in a further expert.
     expert_of: str | None = field(default=None, metadata={"omegaconf_ignore": True})
 
 
 @dataclass
 class TableOptimizerConfig:
-    """Optimizer of tables, applied in the backward pass to the rows that a batch touches alone (l2_all_rows: to all).
+    """Optimizer of tables: updates, in the backward pass, only the rows that a batch touches (l2_all_rows: all rows).
 
-    The loss is the mean over the global batch, and a row of a table is touched by few of its rows. So the steps of sgd
-    shrink as train.global_batch_size grows: a rate for one row at a time is to be multiplied by it (0.02 of one row is
-    20 of batches of 1,000). The others divide by the size of past gradients, and need no such factor.
+    The loss is the mean over the global batch, few rows of which touch a given row of a table. So the steps of sgd
+    shrink as train.global_batch_size grows: multiply a rate for one row at a time by it (0.02 becomes 20 for batches of
+    1,000). The other optimizers divide by the size of past gradients, and need no such factor.
     """
 
     name: TableOptimizer = TableOptimizer.rowwise_adagrad
-    learning_rate: float = bounded(0.05, 0, LARGE)  # of sgd: grows with train.global_batch_size, see above
-    eps: float = bounded(1e-8, 1e-30, LARGE)  # of all but sgd; 0 / 0 would be the step of a row without gradient
-    l1: float = bounded(0.0, 0, LARGE)  # of ftrl: elements whose gradients add up to no more are exactly 0
-    beta1: float = bounded(0.9, 0, below=1)  # of adam and lamb
-    beta2: float = bounded(0.999, 0, below=1)  # likewise
-    weight_decay: float = bounded(0.0, 0, LARGE)  # on GPUs, not of sgd, adagrad and ftrl; times the rate, as AdamW's
-    state_dtype: StateType = StateType.FP32  # BF16: of partial_rowwise_adam, its first moment
-    allow_column_split: bool = False  # of row-wise optimizers: what is learned then depends on the plan
+    learning_rate: float = bounded(0.05, 0, LARGE)  # with sgd, raise it with train.global_batch_size, see above
+    eps: float = bounded(1e-8, 1e-30, LARGE)  # all but sgd; with 0, a row without gradient would step by 0 / 0
+    l1: float = bounded(0.0, 0, LARGE)  # ftrl: elements whose gradients add up to no more than this are exactly 0
+    beta1: float = bounded(0.9, 0, below=1)  # adam and lamb
+    beta2: float = bounded(0.999, 0, below=1)  # adam and lamb
+    weight_decay: float = bounded(0.0, 0, LARGE)  # GPUs, all but sgd, adagrad and ftrl; times the rate, as in AdamW
+    state_dtype: StateType = StateType.FP32  # BF16: for the first moment of partial_rowwise_adam
+    allow_column_split: bool = False  # row-wise optimizers: what is learned then depends on the plan
 
 
 @dataclass
@@ -157,50 +157,50 @@ class DenseOptimizerConfig:
     """Optimizer of the dense part. Weight decay and clipping cover the dense part only; tables are never clipped."""
 
     name: DenseOptimizer = DenseOptimizer.adam
-    learning_rate: float = bounded(1e-3, 0, LARGE)  # times the schedule's factor
-    momentum: float = bounded(0.0, 0, 1)  # of sgd
-    # Of adamw, adafactor and lamb times the rate, and taken from the weights; of the others added to the gradient.
+    learning_rate: float = bounded(1e-3, 0, LARGE)  # times the factor of the schedule
+    momentum: float = bounded(0.0, 0, 1)  # sgd
+    # adamw, adafactor and lamb: times the rate, subtracted from the weights; the others: added to the gradient.
     weight_decay: float = bounded(0.0, 0, LARGE)
-    clip_norm: float | None = bounded(None, 1e-30, LARGE)  # most that the norm over all its gradients may be
+    clip_norm: float | None = bounded(None, 1e-30, LARGE)  # greatest norm that all its gradients together may have
 
 
 @dataclass
 class TableConfig:
     """A table: embeddings shared by all features that name it."""
 
-    num_embeddings: int = MISSING  # rows; of a vocabulary at most so many, fewer where the data have fewer ids
-    embedding_dim: int = MISSING  # a multiple of 4
-    # A matrix of the dense part brings vectors to this width, which the model reads; default: embedding_dim.
+    num_embeddings: int = MISSING  # rows; for a vocabulary the most it may have, fewer if the data have fewer ids
+    embedding_dim: int = MISSING  # width of a row, a multiple of 4
+    # Width to which a matrix of the dense part brings the vectors for the model; default: embedding_dim.
     projected_dim: int | None = bounded(None, 1, 2**16)
     data_type: DataType = DataType.FP32
     pooling: Pooling = Pooling.sum
-    # The model reads vectors as this code leaves them, in training too (gradients pass through); weights stay as they
-    # are trained, and `recsys export` writes the codes.
+    # The model reads vectors as rounded by this code, in training too (gradients pass through). The weights themselves
+    # are not rounded; `recsys export` writes the codes.
     quantize: RowCode | None = None
     mapping: IdMappingType = IdMappingType.hash
-    hash_seed: int = bounded(0, 0)  # another seed, another hash: other ids share a row
-    # Hash: the vector of an id is the sum of so many rows, each by a hash of its own; with pooling: mean, their mean.
+    hash_seed: int = bounded(0, 0)  # with another seed, other ids share a row
+    # hash: the vector of an id is the sum of this many rows, each by a hash of its own (pooling: mean: their mean).
     num_hashes: int = bounded(1, 1, 16)
     num_ids: int | None = bounded(None, 1, 2**62)  # quotient_remainder: how many ids are told apart
-    min_count: int = bounded(1, 1)  # vocabulary: rarer ids have no row of their own
-    num_buckets: int = 1  # vocabulary: rows for the ids that have none of their own, by hash
-    # Of the other mappings: Parquet file of `recsys compress` with the rows that were not pruned. num_embeddings counts
-    # these, and one that the pruned ones share.
+    min_count: int = bounded(1, 1)  # vocabulary: rarer ids get no row of their own
+    num_buckets: int = 1  # vocabulary: rows that ids without a row of their own share, by hash
+    # All but vocabulary: Parquet file of `recsys compress` with the rows that were not pruned. num_embeddings counts
+    # these, and one that the pruned rows share.
     kept_rows: str | None = None
-    vocabulary: str | None = None  # vocabulary: Parquet file with ids in `id`, as RUN/vocabulary/TABLE.parquet
+    vocabulary: str | None = None  # vocabulary: Parquet file with ids in `id`, such as RUN/vocabulary/TABLE.parquet
     init_range: float | None = bounded(None, 0, 65504)  # uniform in +-init_range; default 1/sqrt(num_embeddings)
-    # Added to the loss: l2 / 2 times the mean over rows of the squared length of each vector that the table gives, by
-    # their weights; of a pooled list, of its sum. Exact on every device and plan, other than weight_decay. Of sasrec,
-    # simplex and ultragcn the sum over rows is divided as their loss is: by the number of items to be found.
+    # Adds to the loss l2 / 2 times the squared length of each vector that the table gives (for a pooled list, of its
+    # sum), as the weighted mean over rows; sasrec, simplex and ultragcn divide by the number of items to be found
+    # instead. It is exact on every device and plan, unlike weight_decay.
     l2: float = bounded(0.0, 0, LARGE)
-    # Added too: l2_all_rows / 2 times the sum of squares of the whole table, looked up or not, as in recipes for small
-    # data. Every rank holds such a table, and each step rewrites it.
+    # Adds l2_all_rows / 2 times the sum of squares of the whole table, looked up or not, as recipes for small data do.
+    # Every rank holds such a table, and each step rewrites it.
     l2_all_rows: float = bounded(0.0, 0, LARGE)
     sparsity: SparsityConfig | None = None
     sharding_type: ShardingChoice = ShardingChoice.auto
     compute_kernel: ComputeKernel = ComputeKernel.fused
     cache_load_factor: float = bounded(0.2, 1e-6, 1)  # fused_uvm_caching: share of the rows that the cache holds
-    stochastic_rounding: bool = False  # FP16, on GPUs: what it draws depends on the plan
+    stochastic_rounding: bool = False  # FP16, on GPUs: round at random; the draws depend on the plan
     optimizer: TableOptimizerConfig | None = None  # default: optimizer.tables
     experts: ExpertsConfig | None = None
 
@@ -212,13 +212,13 @@ class TableConfig:
 
 @dataclass
 class ScheduleConfig:
-    """Schedule of the learning rate: one factor over the steps for both optimizers."""
+    """Schedule of the learning rate: a factor for each step, which both optimizers use."""
 
     name: Schedule = Schedule.constant
     warmup_steps: int = bounded(0, 0)  # steps in which the rate rises from 0, before the schedule
-    final_factor: float = bounded(0.0, 0, LARGE)  # factor at the last step of linear and cosine
-    plateau_factor: float = bounded(0.5, 0, 1)  # of plateau: what the rate is multiplied by
-    plateau_patience: int = bounded(1, 1)  # of plateau: evaluations without a gain before that
+    final_factor: float = bounded(0.0, 0, LARGE)  # linear and cosine: factor at the last step
+    plateau_factor: float = bounded(0.5, 0, 1)  # plateau: what the rate is multiplied by
+    plateau_patience: int = bounded(1, 1)  # plateau: evaluations without improvement before that
 
 
 @dataclass
@@ -232,53 +232,53 @@ class OptimizerConfig:
 
 @dataclass
 class PrecisionConfig:
-    """Section `precision`: number types of the dense part; those of a table are its own."""
+    """Section `precision`: number types of the dense part and of exchanged vectors; tables have a data_type."""
 
     autocast: Autocast = Autocast.none
-    # fp16: the mean loss is multiplied by this for the backward pass of the dense part, and gradients are divided by
-    # it before they reach any optimizer or table. Halved, and the step left out, where a gradient overflows, down to 1.
+    # fp16: factor of the mean loss in the backward pass of the dense part; gradients are divided by it before they
+    # reach an optimizer or table. If a gradient overflows, the step is skipped and the factor halved, down to 1.
     loss_scale: float = bounded(4096.0, 1, 2.0**24)
-    loss_scale_growth_steps: int | None = bounded(2000, 1)  # doubled after so many steps without overflow; null: never
-    dense_int8: bool = False  # evaluate, predict and export linear layers in INT8; they are trained as they are
-    output_dtype: FloatType = FloatType.FP32  # vectors that tables give, and their gradients; CPUs have no BF16 there
+    loss_scale_growth_steps: int | None = bounded(2000, 1)  # double it after so many good steps; null: never
+    dense_int8: bool = False  # evaluate, predict and export linear layers in INT8; training does not change
+    output_dtype: FloatType = FloatType.FP32  # of vectors that tables give, and of their gradients; no BF16 on CPU
     forward_wire: FloatType = FloatType.FP32  # of vectors sent between ranks
-    backward_wire: FloatType = FloatType.FP32  # of their gradients
-    tf32: bool = False  # GPUs: FP32 products of matrices with 10 bits of mantissa
+    backward_wire: FloatType = FloatType.FP32  # of gradients sent between ranks
+    tf32: bool = False  # GPUs: multiply FP32 matrices with 10 bits of mantissa
 
 
 @dataclass
 class EarlyStopConfig:
-    """Early stopping, when a metric of data.valid has not improved for `patience` evaluations; the best is tested."""
+    """Early stopping: end when a metric of data.valid stops improving, and evaluate data.test at its best step."""
 
     metric: str | None = None  # auc, recall@20 …; null: train to the end
-    patience: int = bounded(3, 1)  # evaluations without a gain before training ends
+    patience: int = bounded(3, 1)  # evaluations without improvement before training ends
 
 
 @dataclass
 class TrainConfig:
-    """Section `train`: how long, how much at a time, and what happens on the way."""
+    """Section `train`: how long to train, in what batches, and what to evaluate and save on the way."""
 
-    global_batch_size: int = bounded(1024, 1, 2**31)  # rows that a step trains, over all ranks
-    micro_batch_size: int | None = bounded(None, 1)  # rows of a rank that are computed at a time; default: all
-    # Ids in the lists of these rows, at most: long lists make smaller micro-batches.
+    global_batch_size: int = bounded(1024, 1, 2**31)  # rows of a step, over all ranks
+    micro_batch_size: int | None = bounded(None, 1)  # rows that a rank computes at a time; default: all of its rows
+    # Most ids in the lists of a micro-batch, which has fewer rows if their lists are long.
     micro_batch_ids: int | None = bounded(None, 1)
     eval_batch_size: int | None = bounded(None, 1, 2**31)  # the same for evaluation; default: global_batch_size
-    epochs: int = bounded(1, 1)  # times that all of data.train is trained on
-    max_steps: int | None = bounded(None, 1)  # end earlier than the epochs do
-    # Steps whose loss or gradient is not finite: leave out up to so many, in place of an error.
+    epochs: int = bounded(1, 1)  # passes over data.train
+    max_steps: int | None = bounded(None, 1)  # end after so many steps, if the epochs have more
+    # Skip up to so many steps whose loss or gradient is not finite, instead of failing.
     max_bad_steps: int = bounded(0, 0)
-    check_every_step: bool = True  # false: read a step later whether it was finite; it changes nothing if it was not
-    eval_every_steps: int | None = bounded(None, 1)  # default: at the end only
-    eval_every_epochs: int | None = bounded(None, 1)  # in place of steps: after the last row of every so many epochs
-    log_every_steps: int = bounded(50, 1)  # a line of the log and of metrics.jsonl each
-    checkpoint_every_steps: int | None = bounded(None, 1)  # default: at the end only
-    keep_checkpoints: int = bounded(2, 1)  # the newest so many; older ones are removed
-    async_checkpoints: bool = False  # write a copy in host memory while training goes on
-    activation_checkpointing: bool = False  # compute the layers of an MLP again in the backward pass, not keep them
+    check_every_step: bool = True  # false: check a step later whether it was finite; if not, it still changes nothing
+    eval_every_steps: int | None = bounded(None, 1)  # steps between evaluations; default: only at the end
+    eval_every_epochs: int | None = bounded(None, 1)  # instead of steps: epochs between evaluations
+    log_every_steps: int = bounded(50, 1)  # steps between lines of the log and of metrics.jsonl
+    checkpoint_every_steps: int | None = bounded(None, 1)  # steps between checkpoints; default: only at the end
+    keep_checkpoints: int = bounded(2, 1)  # keep this many, the newest; older ones are removed
+    async_checkpoints: bool = False  # copy the state to host memory, and write it while training continues
+    activation_checkpointing: bool = False  # recompute the layers of an MLP in the backward pass, not keep them
     activation_offload: bool = False  # GPUs: keep activations in host memory from the forward to the backward pass
-    dense_sharding: DenseSharding = DenseSharding.none  # what ranks share out of the dense part; the same is learned
-    compile: bool = False  # the dense part by torch.compile; on CPU it needs a C++ compiler
-    init_from: str | None = None  # run directory or checkpoint to take weights and optimizer from
+    dense_sharding: DenseSharding = DenseSharding.none  # what of the dense part ranks share; the same is learned
+    compile: bool = False  # run the dense part by torch.compile; on CPU it needs a C++ compiler
+    init_from: str | None = None  # run directory or checkpoint whose weights and optimizer state to start from
     init: InitConfig = field(default_factory=InitConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     distill: DistillConfig | None = None
@@ -299,7 +299,7 @@ class Config:
     """
 
     model: Any = MISSING  # its name, and the keys of that model
-    features: dict[str, FeatureConfig] = MISSING  # by name; a column has its feature's name, unless that says another
+    features: dict[str, FeatureConfig] = MISSING  # by name; unless `column` is set, that is the column too
     tables: dict[str, TableConfig] = MISSING  # by name
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -308,9 +308,9 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
-    seed: int = bounded(1, 0)  # of the order of rows, first weights and all that is drawn
+    seed: int = bounded(1, 0)  # of the order of rows, the first weights and all that is drawn
     debug: bool = False  # set by --debug
-    # Not a key: all values as they were given, which may refer to others or to the environment, and as these were then.
+    # Not a key: all values as given, with references to other keys and the environment, and with these filled in.
     given: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False, metadata={"omegaconf_ignore": True})
 
     def labels(self) -> dict[str, LabelConfig]:
@@ -319,7 +319,7 @@ class Config:
         return self.data.labels or ({} if column is None else {"label": LabelConfig(column)})
 
     def taught_columns(self) -> dict[str, str]:
-        """Return by label the column of data.train with a teacher's score, where there is a teacher."""
+        """Return, by label, the column of data.train with the score of the teacher; empty without a teacher."""
         distill, labels = self.train.distill, self.labels()
         if distill is None:
             return {}
@@ -330,9 +330,9 @@ class Config:
         return list(self.model.needs().sequences)
 
     def unpooled_tables(self) -> set[str]:
-        """Return the tables of such features; torchrec gives a vector for each id of their other features too.
+        """Return the tables of these features; torchrec then gives a vector for each id of their other features too.
 
-        Tables whose vectors are quantised are among them, since these are to be so before they are summed, and experts.
+        They include tables whose vectors are quantised, which happens before vectors are summed, and experts.
         """
         quantized = {name for name, table in self.tables.items() if table.quantize is not None}
         return {self.features[f].table or "" for f in self.unpooled_features()} | quantized | experts_by_id(self)
@@ -342,7 +342,7 @@ class Config:
         return self.tables[table].optimizer or self.optimizer.tables
 
     def updated_in_torch(self, table: str) -> bool:
-        """Return whether a table is updated by rules in torch even where FBGEMM has kernels."""
+        """Return whether a table is updated by rules in torch even if FBGEMM has kernels."""
         return self.table_optimizer(table).name.value.path is None or self.tables[table].sparsity is not None
 
     def table_optimizer_key(self, table: str) -> str:

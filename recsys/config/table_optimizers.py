@@ -11,17 +11,17 @@ class UpdateRule:
     """Facts of an optimizer of tables, which FBGEMM runs in the backward pass, or a rule in torch.
 
     Attributes:
-        path: of torchrec's class for it; None: FBGEMM has no kernel for it.
-        numbers: keys of TableOptimizerConfig that it reads beside the learning rate.
+        path: of the torchrec class for it; None: FBGEMM has no kernel for it.
+        numbers: keys of TableOptimizerConfig that it reads besides the learning rate.
         row_state, element_state: how many numbers of state it keeps for a row, and for an element of a row.
         counts_updates: its step depends on the number of updates so far. norms_rows: on the norms of whole rows.
         on_cpu: FBGEMM has a kernel for CPUs.
         in_torch: `recsys.tables.rules` has it under its name. It then trains tables that every rank holds and, if it
-            keeps no state of whole rows, all tables where FBGEMM has no kernel.
+            keeps no state of whole rows, all tables for which FBGEMM has no kernel.
         leaves_idle_rows: a row with a gradient of 0 stays as it is, whatever its state.
         reads_decay: its GPU kernels read weight decay. decay_has_modes: they ignore it unless a mode is set.
-        bf16_state: state of elements may be BF16. fp32_on_gpu: its GPU kernel trains tables in FP32 alone.
-        row_wise: name of the variant with less state, a number for a row in place of one for each element.
+        bf16_state: state of elements may be BF16. fp32_on_gpu: its GPU kernel trains only tables in FP32.
+        row_wise: name of the variant with less state, a number for a row instead of one for each element.
     """
 
     path: str | None

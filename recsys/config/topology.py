@@ -20,24 +20,24 @@ _UNITS = {  # in lower case
 class TopologyConfig:
     """Machines of a dry run, and the memory that a plan may use: 80GiB, 1.5TiB, 500GB or bytes."""
 
-    world_size: int | None = None  # of a dry run: how many ranks; default: 1
-    local_world_size: int | None = None  # of a dry run: how many of them on one machine; default: all
-    device: Device | None = None  # of a dry run; default: run.device
-    device_memory: Any = None  # of one GPU; default: that of the GPU here
-    # Of one machine; default: that of this machine, or the limit of its cgroup. Of a dry run for other machines, which
-    # any of the keys above makes it: not known, and nothing is held against it.
+    world_size: int | None = None  # dry run: number of ranks; default: 1
+    local_world_size: int | None = None  # dry run: ranks on each machine; default: all
+    device: Device | None = None  # dry run: device of the ranks; default: run.device
+    device_memory: Any = None  # memory of one GPU; default: that of the GPU here
+    # Memory of one machine; default: that of this machine, or the limit of its cgroup. If a key above is set, a dry run
+    # is for other machines: then the default is unknown, and host memory is not checked.
     host_memory: Any = None
-    speeds: str | None = None  # of a dry run: a file of `recsys calibrate`, by which it says how long a step takes
+    speeds: str | None = None  # dry run: file of `recsys calibrate`, to predict how long a step takes
 
 
 @dataclass
 class MemoryConfig:
     """Memory budget of a rank, and what to do when a run needs more."""
 
-    budget: Any = None  # of each rank: of its GPU, or on CPU of its process; 8GiB or bytes. Default: what there is
-    fit: bool = False  # change settings so that the run fits into 95 % of that, the cheapest first, and say which
-    allow: list[Saver] = field(default_factory=list)  # of `fit`: changes after which something else is learned
-    snapshot: bool = False  # GPUs: when memory runs out, write what torch's viewer shows (pytorch.org/memory_viz)
+    budget: Any = None  # memory of the GPU of each rank, or on CPU of its process: 8GiB or bytes. Default: all of it
+    fit: bool = False  # change settings, the cheapest first, until the run fits into 95 % of that, and report them
+    allow: list[Saver] = field(default_factory=list)  # changes that `fit` may make though they change what is learned
+    snapshot: bool = False  # GPUs: when memory runs out, write a file for the viewer at pytorch.org/memory_viz
 
 
 def num_bytes(key: str, value: Any) -> int:
@@ -61,7 +61,7 @@ def num_bytes(key: str, value: Any) -> int:
 
 
 def check_topology(topology: TopologyConfig) -> None:
-    """Refuse numbers of ranks and sizes of memory that no machines can have.
+    """Refuse numbers of ranks and sizes of memory that no machine can have.
 
     Raises:
         UserError: names the key, what was found and what is allowed.

@@ -7,9 +7,9 @@ from recsys.config.choices import Tracker
 
 @dataclass
 class TrackConfig:
-    """Section `run.track`: where the lines of metrics.jsonl go too, and what goes there beside them."""
+    """Section `run.track`: trackers that get the lines of metrics.jsonl, and what else they get."""
 
-    to: list[Tracker] | None = None  # null: TensorBoard, where it is installed; []: nowhere else
-    project: str = "recsys"  # of W&B; of MLflow the experiment
-    row_norms: bool = False  # histograms of the lengths of the tables' rows, at evaluations of data.valid
-    item_vectors: bool = False  # retrieval: at the end the vectors of data.items, to TensorBoard's projector
+    to: list[Tracker] | None = None  # null: TensorBoard, if it is installed; []: none
+    project: str = "recsys"  # project of W&B, or experiment of MLflow
+    row_norms: bool = False  # histograms of the lengths of table rows, at each evaluation of data.valid
+    item_vectors: bool = False  # retrieval: at the end, the vectors of data.items for the projector of TensorBoard
