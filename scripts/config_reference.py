@@ -106,7 +106,7 @@ def described(section: type) -> Iterator[tuple[Any, Any, str]]:
         meaning = comments.get(field.name) or (
             re.sub("^Section `.*?`: ", "", _text(named).partition("\n")[0]) if named else ""
         )
-        yield field, kind, meaning.replace("|", "\\|")
+        yield field, kind, (meaning[:1].upper() + meaning[1:]).replace("|", "\\|")
 
 
 def _text(documented: type) -> str:

@@ -40,7 +40,7 @@ class IdMappingType(Enum):
 
 
 class DataType(Enum):
-    """Storage type of the weights of a table, not of its optimizer state. FP8 (e4m3) trains on GPUs only."""
+    """Storage type of table weights, not of optimizer state. FP8 (e4m3, the NFP8 of FBGEMM) trains on GPUs only."""
 
     FP32, FP16, FP8 = "FP32", "FP16", "FP8"
 
@@ -95,8 +95,8 @@ class SequenceLayer(Enum):
 class SequenceLoss(Enum):
     """Loss of the next item of a sequence against drawn negatives.
 
-    `softmax`: cross-entropy over all of these. `gbce`: binary cross-entropies; that of the next item is calibrated to
-    the share of items that are drawn (Petrov & Macdonald 2023, arXiv:2308.07192).
+    `softmax`: cross-entropy over the item and all negatives. `gbce`: binary cross-entropies; that of the item is
+    calibrated to the share of items that are drawn (Petrov & Macdonald 2023, arXiv:2308.07192).
     """
 
     softmax, gbce = "softmax", "gbce"
@@ -105,9 +105,9 @@ class SequenceLoss(Enum):
 class RetrievalLoss(Enum):
     """Loss of an item of a user against negatives, from the scores of the model: cosines or dot products.
 
-    `softmax`: cross-entropy over all of these. `contrastive`: 1 minus the cosine of the item, plus the mean excess of
-    the negatives' cosines over a margin (Mao et al. 2021, arXiv:2109.12613). `binary`: binary cross-entropies. `bpr`:
-    the mean of -log sigmoid(score of the item - score of a negative) (Rendle et al. 2009, arXiv:1205.2618).
+    `softmax`: cross-entropy over the item and all negatives. `contrastive`: 1 minus the cosine of the item, plus the
+    mean excess of the negatives' cosines over a margin (Mao et al. 2021, arXiv:2109.12613). `binary`: binary
+    cross-entropies. `bpr`: mean of -log sigmoid(item's score - negative's score) (Rendle et al. 2009, arXiv:1205.2618).
     """
 
     softmax, contrastive, binary, bpr = "softmax", "contrastive", "binary", "bpr"
@@ -196,7 +196,7 @@ ROW_SPLITS = (ShardingChoice.row_wise, ShardingChoice.table_row_wise, ShardingCh
 
 
 class DenseOptimizer(Enum):
-    """Optimizers of the dense (data-parallel) part."""
+    """Optimizer of the dense (data-parallel) part."""
 
     adam, adamw, adagrad, sgd, adafactor, lamb = "adam", "adamw", "adagrad", "sgd", "adafactor", "lamb"
 

@@ -25,7 +25,7 @@ class ExpertsConfig:
 
     others: list[str] = field(default_factory=list)  # further tables of the same model width, named by no feature
     by: Route = Route.frequency
-    active: int = bounded(1, 1, 16)  # by: hash: number of tables in which an id is looked up
+    active: int = bounded(1, 1, 16)  # with `by: hash`: number of tables in which an id is looked up
     gate: Gate = Gate.table
 
 

@@ -21,11 +21,11 @@ class Take(Enum):
 class InitConfig:
     """How train.init_from may differ from this config; what was loaded, kept and new is in RUN/loaded.json."""
 
-    tables: Take = Take.all  # tables by name; embedding_dim must be the same
+    tables: Take = Take.all  # which tables to load, by name; embedding_dim must be the same
     resize_tables: bool = False  # if num_embeddings differs, load the rows that both have, and initialise the others
     convert_tables: bool = False  # if data_type differs, convert the weights
-    dense: Take = Take.all  # weights of the dense part, by name and shape
-    optimizers: Take = Take.all  # state of both optimizers, for the weights that are loaded
+    dense: Take = Take.all  # which weights of the dense part to load, by name and shape
+    optimizers: Take = Take.all  # which state of both optimizers to load, of the weights that are loaded
     # Keys that may differ, though rows or numbers then mean something else: [features.price.log1p, tables.item.*].
     allow_changes: list[str] = field(default_factory=list)
     # Vocabulary tables: ids keep their rows, and new ids that data.train has min_count times get rows of their own, the

@@ -1,7 +1,6 @@
 """Dataclasses of a config file: every key with its type, default and meaning.
 
-Features and tables are mappings by name, so that `tables.item.embedding_dim=32` reaches them from the command line.
-`C{1..26}` names 26 alike ones at once (`recsys.config.ranges`).
+Features and tables are mappings by name: `tables.item.embedding_dim=32`. `C{1..26}` names 26 at once (`ranges`).
 Names are letters and digits of any script, `_` and `-` (`names`), since files, modules and tensors are called by them.
 """
 
@@ -65,7 +64,7 @@ class LabelConfig:
     column: str | None = None  # default: the name of the label
     expression: str | None = None  # instead of a column: a condition as in data.filter, "event == 'purchase'"
     loss: LabelLoss = LabelLoss.binary
-    weight: float = bounded(1.0, 0, LARGE)  # weight of this loss in the sum over all labels
+    weight: float = bounded(1.0, 0, LARGE)  # weight of this label in the sum of losses
     nulls: LabelNulls = LabelNulls.refuse
 
 
@@ -76,35 +75,36 @@ class DataConfig:
     train: Any = MISSING  # Parquet to train on
     valid: Any = None  # evaluated every train.eval_every_steps or eval_every_epochs, and at the end
     test: Any = None  # evaluated once, at the end
-    items: Any = None  # retrieval: all items, a row for each
+    items: Any = None  # retrieval: all items, one row each
     label_column: str | None = None  # column of 0 and 1, for a single label; short for labels={label: {column: …}}
     # Labels to learn, by name; the model has an output for each. `click: clicked` is short for {column: clicked}, and a
     # text of more than one word for an expression: `buy: "event == 'purchase'"`.
     labels: dict[str, LabelConfig] = field(default_factory=dict)
     weight_column: str | None = None  # weight of each row in losses and metrics of labels; default: all weigh 1
-    # Share of the rows of data.train without a positive label to train on, the same rows in every epoch. Each counts
-    # 1 / share times, so losses and predictions stay those of all rows. No other data lose rows.
+    # Train on this share of the rows of data.train without a positive label, the same rows in every epoch. Each counts
+    # 1 / share times, so losses and predictions stay those of all rows. Other data keep all their rows.
     keep_negatives: float | None = bounded(None, 1e-6, 1)
     targets_column: str = "targets"  # retrieval: held-out items of a user, a list of raw ids
     seen_column: str | None = "seen"  # retrieval: items masked when ranking, a list of raw ids
     candidates_column: str | None = None  # `recsys recommend`: items to choose from, a list of raw ids
-    shuffle: bool = True  # false: rows come in the order of the files
-    num_streams: int = bounded(8, 1, 2**20)  # each step reads rows of all; a multiple of the ranks decodes none twice
-    # Rows of a stream to shuffle together, in MiB of memory; of these, two are held, or as many as a batch needs.
+    shuffle: bool = True  # `false`: rows come in the order of the files
+    # Equal parts of a dataset; each step reads rows from all. With a multiple of the ranks, no row is decoded twice.
+    num_streams: int = bounded(8, 1, 2**20)
+    # MiB of rows, in memory, to shuffle together; each stream holds two such windows, or as many as a batch needs.
     window_mib: int = bounded(64, 1, 2**20)
     drop_last: bool = False  # leave out the rows of data.train that do not fill the last batch of an epoch
-    num_threads: int | None = bounded(None, 0, 1024)  # to decode; 0: the training thread; default: 2, on GPUs ≤ 12
+    num_threads: int | None = bounded(None, 0, 1024)  # threads to decode; 0: the training one; default: 2, on GPUs ≤ 12
     processes: bool | None = None  # decode data.train in processes, not threads; default: on GPUs, if num_threads ≥ 3
-    # Batches that a thread collates ahead of training; 0: the training thread does. Default: 4 with a GPU, else 0.
+    # Batches that a thread collates ahead; 0: the training thread collates them. Default: 4 with a GPU, else 0.
     prefetch_batches: int | None = bounded(None, 0, 2**20)
     max_rows: int | None = bounded(None, 1)  # use only this many rows of each dataset, the first
-    # Columns that files may lack, where they are null: [channel] if older files were written before it was added.
+    # Columns that files may lack, and that are null there: [channel], if it was added to the data later.
     optional_columns: list[str] = field(default_factory=list)
-    # Rows to use of train, valid and test: "day >= '2026-11-01'"; {train: …, items: …} gives each its own filter.
-    # result.json records it with "${oc.env:DAY}" filled in, so keep secrets out of it.
+    # Use only these rows of train, valid and test: "day >= '2026-11-01'"; {train: …, items: …} gives each its own
+    # filter. result.json records it with "${oc.env:DAY}" filled in, so keep secrets out of it.
     filter: Any = None
-    verify_checksums: bool = True  # of pages that have one, as in files that this project writes
-    retries: int = bounded(3, 0, 100)  # of a failed read from a remote file system
+    verify_checksums: bool = True  # verify pages that have one, as in files that this project writes
+    retries: int = bounded(3, 0, 100)  # how often a failed read from a remote file system is tried again
     max_bad_files: int = bounded(0, 0)  # leave out up to so many files with an unreadable footer instead of failing
     max_bad_rows: int = bounded(0, 0)  # give up to so many rows that cannot be decoded weight 0 instead of failing
 
@@ -117,24 +117,24 @@ class FeatureConfig:
     column: str | None = None  # default: the name of the feature; device.os is a field of a struct
     # Instead of a column: an id for each combination of the ids in these columns, such as [user_country, item_id].
     cross: list[str] | None = None
-    table: str | None = None  # id: the table with its vectors, which features may share
-    max_length: int | None = bounded(None, 1)  # id: longer lists are cut to this many ids
+    table: str | None = None  # `id`: the table with its vectors, which features may share
+    max_length: int | None = bounded(None, 1)  # `id`: longer lists are cut to this many ids
     keep: Keep = Keep.last  # which end of a longer list is kept
     weights: str | None = None  # column with a weight for each id: a list of numbers as long as the list of ids
     boundaries: list[float] | None = None  # the column holds numbers; the id is how many of these are <= the number
-    dim: int | None = bounded(None, 1, 2**16)  # float: numbers in the list of each row, such as a vector of its text
+    dim: int | None = bounded(None, 1, 2**16)  # `float`: each row is a list of this many numbers, such as a text vector
     nulls: NullPolicy = NullPolicy.reserved  # what a null id or number becomes
     fill: float = bounded(0.0, -LARGE, LARGE)  # value of a null float
-    clip: list[float | None] | None = None  # float: [least, greatest], null: no bound; before log1p and standardise
-    log1p: bool = False  # float: log(1 + x)
-    standardise: bool = False  # float: (x - mean) / standard deviation, both of data.train
+    clip: list[float | None] | None = None  # `float`: [least, greatest], null: no bound; before log1p, standardise
+    log1p: bool = False  # `float`: log(1 + x)
+    standardise: bool = False  # `float`: (x - mean) / standard deviation, both of data.train
     # Not a key: the feature that this one was added for, to look its ids up in a further expert.
     expert_of: str | None = field(default=None, metadata={"omegaconf_ignore": True})
 
 
 @dataclass
 class TableOptimizerConfig:
-    """Optimizer of tables: updates, in the backward pass, only the rows that a batch touches (l2_all_rows: all rows).
+    """Optimizer of tables. In the backward pass it updates only the rows that a batch touches (l2_all_rows: all rows).
 
     The loss is the mean over the global batch, few rows of which touch a given row of a table. So the steps of sgd
     shrink as train.global_batch_size grows: multiply a rate for one row at a time by it (0.02 becomes 20 for batches of
@@ -142,14 +142,14 @@ class TableOptimizerConfig:
     """
 
     name: TableOptimizer = TableOptimizer.rowwise_adagrad
-    learning_rate: float = bounded(0.05, 0, LARGE)  # with sgd, raise it with train.global_batch_size, see above
+    learning_rate: float = bounded(0.05, 0, LARGE)  # with sgd, raise it as train.global_batch_size grows, see above
     eps: float = bounded(1e-8, 1e-30, LARGE)  # all but sgd; with 0, a row without gradient would step by 0 / 0
-    l1: float = bounded(0.0, 0, LARGE)  # ftrl: elements whose gradients add up to no more than this are exactly 0
-    beta1: float = bounded(0.9, 0, below=1)  # adam and lamb
-    beta2: float = bounded(0.999, 0, below=1)  # adam and lamb
+    l1: float = bounded(0.0, 0, LARGE)  # `ftrl`: elements whose gradients add up to no more than this are exactly 0
+    beta1: float = bounded(0.9, 0, below=1)  # adam and lamb, also row-wise: decay of the first moment
+    beta2: float = bounded(0.999, 0, below=1)  # adam and lamb, also row-wise: decay of the second moment
     weight_decay: float = bounded(0.0, 0, LARGE)  # GPUs, all but sgd, adagrad and ftrl; times the rate, as in AdamW
-    state_dtype: StateType = StateType.FP32  # BF16: for the first moment of partial_rowwise_adam
-    allow_column_split: bool = False  # row-wise optimizers: what is learned then depends on the plan
+    state_dtype: StateType = StateType.FP32  # `BF16`: for the first moment of partial_rowwise_adam
+    allow_column_split: bool = False  # row-wise optimizers on split columns; what is learned then depends on the plan
 
 
 @dataclass
@@ -158,8 +158,8 @@ class DenseOptimizerConfig:
 
     name: DenseOptimizer = DenseOptimizer.adam
     learning_rate: float = bounded(1e-3, 0, LARGE)  # times the factor of the schedule
-    momentum: float = bounded(0.0, 0, 1)  # sgd
-    # adamw, adafactor and lamb: times the rate, subtracted from the weights; the others: added to the gradient.
+    momentum: float = bounded(0.0, 0, 1)  # of `sgd`
+    # Of adamw, adafactor and lamb: times the rate, subtracted from the weights. Of the others: added to the gradient.
     weight_decay: float = bounded(0.0, 0, LARGE)
     clip_norm: float | None = bounded(None, 1e-30, LARGE)  # greatest norm that all its gradients together may have
 
@@ -179,16 +179,16 @@ class TableConfig:
     quantize: RowCode | None = None
     mapping: IdMappingType = IdMappingType.hash
     hash_seed: int = bounded(0, 0)  # with another seed, other ids share a row
-    # hash: the vector of an id is the sum of this many rows, each by a hash of its own (pooling: mean: their mean).
+    # `hash`: an id has this many rows, each by a hash of its own; its vector is their sum (pooling mean: their mean).
     num_hashes: int = bounded(1, 1, 16)
-    num_ids: int | None = bounded(None, 1, 2**62)  # quotient_remainder: how many ids are told apart
-    min_count: int = bounded(1, 1)  # vocabulary: rarer ids get no row of their own
-    num_buckets: int = 1  # vocabulary: rows that ids without a row of their own share, by hash
-    # All but vocabulary: Parquet file of `recsys compress` with the rows that were not pruned. num_embeddings counts
+    num_ids: int | None = bounded(None, 1, 2**62)  # `quotient_remainder`: how many ids are told apart
+    min_count: int = bounded(1, 1)  # `vocabulary`: rarer ids get no row of their own
+    num_buckets: int = 1  # `vocabulary`: rows that ids without a row of their own share, by hash
+    # All but `vocabulary`: Parquet file of `recsys compress` with the rows that were not pruned. num_embeddings counts
     # these, and one that the pruned rows share.
     kept_rows: str | None = None
-    vocabulary: str | None = None  # vocabulary: Parquet file with ids in `id`, such as RUN/vocabulary/TABLE.parquet
-    init_range: float | None = bounded(None, 0, 65504)  # uniform in +-init_range; default 1/sqrt(num_embeddings)
+    vocabulary: str | None = None  # `vocabulary`: Parquet file with ids in `id`, as RUN/vocabulary/TABLE.parquet
+    init_range: float | None = bounded(None, 0, 65504)  # weights start within ± this; default 1/sqrt(num_embeddings)
     # Adds to the loss l2 / 2 times the squared length of each vector that the table gives (for a pooled list, of its
     # sum), as the weighted mean over rows; sasrec, simplex and ultragcn divide by the number of items to be found
     # instead. It is exact on every device and plan, unlike weight_decay.
@@ -199,7 +199,7 @@ class TableConfig:
     sparsity: SparsityConfig | None = None
     sharding_type: ShardingChoice = ShardingChoice.auto
     compute_kernel: ComputeKernel = ComputeKernel.fused
-    cache_load_factor: float = bounded(0.2, 1e-6, 1)  # fused_uvm_caching: share of the rows that the cache holds
+    cache_load_factor: float = bounded(0.2, 1e-6, 1)  # `fused_uvm_caching`: share of the rows in the cache
     stochastic_rounding: bool = False  # FP16, on GPUs: round at random; the draws depend on the plan
     optimizer: TableOptimizerConfig | None = None  # default: optimizer.tables
     experts: ExpertsConfig | None = None
@@ -216,9 +216,9 @@ class ScheduleConfig:
 
     name: Schedule = Schedule.constant
     warmup_steps: int = bounded(0, 0)  # steps in which the rate rises from 0, before the schedule
-    final_factor: float = bounded(0.0, 0, LARGE)  # linear and cosine: factor at the last step
-    plateau_factor: float = bounded(0.5, 0, 1)  # plateau: what the rate is multiplied by
-    plateau_patience: int = bounded(1, 1)  # plateau: evaluations without improvement before that
+    final_factor: float = bounded(0.0, 0, LARGE)  # `linear` and `cosine`: factor at the last step
+    plateau_factor: float = bounded(0.5, 0, 1)  # `plateau`: what the rate is multiplied by
+    plateau_patience: int = bounded(1, 1)  # `plateau`: evaluations without improvement before that
 
 
 @dataclass
@@ -235,14 +235,14 @@ class PrecisionConfig:
     """Section `precision`: number types of the dense part and of exchanged vectors; tables have a data_type."""
 
     autocast: Autocast = Autocast.none
-    # fp16: factor of the mean loss in the backward pass of the dense part; gradients are divided by it before they
+    # `fp16`: factor of the mean loss in the backward pass of the dense part; gradients are divided by it before they
     # reach an optimizer or table. If a gradient overflows, the step is skipped and the factor halved, down to 1.
     loss_scale: float = bounded(4096.0, 1, 2.0**24)
-    loss_scale_growth_steps: int | None = bounded(2000, 1)  # double it after so many good steps; null: never
+    loss_scale_growth_steps: int | None = bounded(2000, 1)  # double it after so many good steps; `null`: never
     dense_int8: bool = False  # evaluate, predict and export linear layers in INT8; training does not change
-    output_dtype: FloatType = FloatType.FP32  # of vectors that tables give, and of their gradients; no BF16 on CPU
-    forward_wire: FloatType = FloatType.FP32  # of vectors sent between ranks
-    backward_wire: FloatType = FloatType.FP32  # of gradients sent between ranks
+    output_dtype: FloatType = FloatType.FP32  # type of the vectors of tables and of their gradients; no BF16 on CPU
+    forward_wire: FloatType = FloatType.FP32  # type of vectors sent between ranks
+    backward_wire: FloatType = FloatType.FP32  # type of gradients sent between ranks
     tf32: bool = False  # GPUs: multiply FP32 matrices with 10 bits of mantissa
 
 
@@ -250,7 +250,7 @@ class PrecisionConfig:
 class EarlyStopConfig:
     """Early stopping: end when a metric of data.valid stops improving, and evaluate data.test at its best step."""
 
-    metric: str | None = None  # auc, recall@20 …; null: train to the end
+    metric: str | None = None  # such as auc or recall@20; `null`: train to the end
     patience: int = bounded(3, 1)  # evaluations without improvement before training ends
 
 
@@ -262,12 +262,12 @@ class TrainConfig:
     micro_batch_size: int | None = bounded(None, 1)  # rows that a rank computes at a time; default: all of its rows
     # Most ids in the lists of a micro-batch, which has fewer rows if their lists are long.
     micro_batch_ids: int | None = bounded(None, 1)
-    eval_batch_size: int | None = bounded(None, 1, 2**31)  # the same for evaluation; default: global_batch_size
+    eval_batch_size: int | None = bounded(None, 1, 2**31)  # rows of a step of evaluation; default: global_batch_size
     epochs: int = bounded(1, 1)  # passes over data.train
-    max_steps: int | None = bounded(None, 1)  # end after so many steps, if the epochs have more
+    max_steps: int | None = bounded(None, 1)  # end after this many steps, if the epochs have more
     # Skip up to so many steps whose loss or gradient is not finite, instead of failing.
     max_bad_steps: int = bounded(0, 0)
-    check_every_step: bool = True  # false: check a step later whether it was finite; if not, it still changes nothing
+    check_every_step: bool = True  # `false`: check a step later whether it was finite; if not, it still changes nothing
     eval_every_steps: int | None = bounded(None, 1)  # steps between evaluations; default: only at the end
     eval_every_epochs: int | None = bounded(None, 1)  # instead of steps: epochs between evaluations
     log_every_steps: int = bounded(50, 1)  # steps between lines of the log and of metrics.jsonl
@@ -308,7 +308,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
-    seed: int = bounded(1, 0)  # of the order of rows, the first weights and all that is drawn
+    seed: int = bounded(1, 0)  # seed of the order of rows, of the first weights and of all that is drawn
     debug: bool = False  # set by --debug
     # Not a key: all values as given, with references to other keys and the environment, and with these filled in.
     given: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False, metadata={"omegaconf_ignore": True})

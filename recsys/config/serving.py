@@ -27,9 +27,9 @@ class DistillConfig:
     """
 
     column: str = "score"  # column of data.train with the scores; for several labels, COLUMN_LABEL
-    teacher: str | None = None  # run or checkpoint to score data.train with before training; null: it has scores
+    teacher: str | None = None  # run or checkpoint to score data.train with before training; `null`: it has scores
     scores: str | None = None  # folder for data.train with its scores; default: TEACHER/scores
-    weight: float = bounded(0.5, 0, 1)  # of the teacher in the loss of each label; the label itself has the rest
+    weight: float = bounded(0.5, 0, 1)  # share of the teacher in the loss of each label; the label has the rest
     temperature: float = bounded(1.0, 0.01, 1000)  # above 1, more is learned from what the teacher is unsure of
 
 
@@ -37,7 +37,7 @@ class DistillConfig:
 class PublishConfig:
     """Publishing during training: a folder that scorers follow (docs/publishing.md)."""
 
-    dir: str | None = None  # folder to publish to; null: nothing is published
+    dir: str | None = None  # folder to publish to; `null`: nothing is published
     every_steps: int | None = bounded(None, 1)  # publish after every so many steps
     every_seconds: float | None = bounded(None, 0.1, 1e8)  # instead of every_steps: publish after so many seconds
     tables: TableEncoding = TableEncoding.fp32

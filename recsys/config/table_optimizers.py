@@ -55,7 +55,7 @@ _OPTIMIZERS = "torchrec.optim.optimizers"
 
 
 class TableOptimizer(Enum):
-    """Optimizer of a table's rows, inside the backward pass."""
+    """Optimizer of the rows of a table, run in the backward pass."""
 
     rowwise_adagrad = UpdateRule(
         "torchrec.optim.rowwise_adagrad.RowWiseAdagrad",

@@ -22,13 +22,13 @@ class DCNConfig(ModelConfig):
 
     name: str = "dcn"
     num_cross_layers: int = bounded(3, 1, 64)  # each adds a degree to the products of features
-    rank: int | None = bounded(None, 1, WIDEST)  # of a cross layer's matrix; default: full
-    bottom_mlp: list[int] = bounded([], 1, WIDEST)  # widths of layers over the floats; none: they go in as they are
+    rank: int | None = bounded(None, 1, WIDEST)  # rank of the matrix of a cross layer; default: full
+    bottom_mlp: list[int] = bounded([], 1, WIDEST)  # widths of layers over the floats; none: floats are read directly
     mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths
     structure: CrossStructure = CrossStructure.parallel
-    layer_norm: bool = False  # normalises what each hidden layer gives for a row, before its ReLU
-    dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
-    embedding_dropout: float = bounded(0.0, 0, below=1)  # of elements of the vectors
+    layer_norm: bool = False  # normalise the output of each hidden layer for a row, before its ReLU
+    dropout: float = bounded(0.0, 0, below=1)  # dropout after each hidden layer
+    embedding_dropout: float = bounded(0.0, 0, below=1)  # dropout of elements of the vectors
 
     free: ClassVar = ("dropout", "embedding_dropout")
     shapes: ClassVar = ("num_cross_layers", "rank", "bottom_mlp", "mlp")

@@ -26,16 +26,16 @@ class DLRMConfig(ModelConfig):
     """DLRM ranker (Naumov et al. 2019, arXiv:1906.00091), over all features."""
 
     name: str = "dlrm"
-    embedding_dim: int | None = bounded(None, 1, WIDEST)  # of all vectors; narrower are projected. Default: the widest
-    bottom_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths; the last is embedding_dim
-    top_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths; the last is 1
-    dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
-    embedding_dropout: float = bounded(0.0, 0, below=1)  # of elements of the pooled embeddings
+    embedding_dim: int | None = bounded(None, 1, WIDEST)  # width that others are projected to; default: the widest
+    bottom_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths; the output has width embedding_dim
+    top_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths; the output is a logit for each label
+    dropout: float = bounded(0.0, 0, below=1)  # dropout after each hidden layer
+    embedding_dropout: float = bounded(0.0, 0, below=1)  # dropout of elements of the pooled embeddings
     interaction: Interaction = Interaction.dot
-    # List features whose ids are weighted by how they match another feature's vector, in place of being summed as one:
-    # {history: item_id}. Of tables split by rows, by columns or not at all.
+    # List features whose ids are weighted by how they match the vector of another feature, instead of pooled by the
+    # table: {history: item_id}. Their tables may be split by rows, by columns or not at all.
     attention: dict[str, str] = field(default_factory=dict)
-    attention_mlp: list[int] = bounded([32], 1, WIDEST)  # hidden widths; the last is 1
+    attention_mlp: list[int] = bounded([32], 1, WIDEST)  # hidden widths; the output has width 1
 
     free: ClassVar = ("dropout", "embedding_dropout")
     shapes: ClassVar = ("embedding_dim", "bottom_mlp", "top_mlp", "attention_mlp")

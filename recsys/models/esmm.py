@@ -18,11 +18,12 @@ from recsys.models.mmoe import TaskConfig, TaskModel
 class ESMMConfig(TaskConfig):
     """ESMM (Ma et al. 2018, arXiv:1804.07931), over all features.
 
-    Labels are in the order in which they happen, each in rows alone that have the one before: a click, then a purchase.
+    Labels are in the order in which they happen, such as a click, then a purchase. A label can be positive only in rows
+    in which the label before it is.
     """
 
     name: str = "esmm"
-    tower_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths of a label's tower; the last is 1
+    tower_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths of the tower of a label; the output has width 1
 
     def check(self, config: Config) -> None:
         super().check(config)

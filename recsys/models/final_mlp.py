@@ -20,20 +20,20 @@ from recsys.models.halves import in_parts
 class FinalMLPConfig(ModelConfig):
     """FinalMLP (Mao et al. 2023, arXiv:2304.00902), over all features.
 
-    The features of `gate_1` and `gate_2` say how much the others count in a stream, and are read there alone: give
+    The features of `gate_1` and `gate_2` decide how much the others count in a stream, and only gates read them. Give
     them tables of their own, as in `user_gate: {column: user, table: user_gate}`.
     """
 
     name: str = "final_mlp"
-    mlp_1: list[int] = bounded([64], 1, WIDEST)  # widths of the first stream
-    mlp_2: list[int] = bounded([64], 1, WIDEST)  # widths of the second
-    num_heads: int = bounded(1, 1, WIDEST)  # parts of the outputs that are multiplied, each with its like
+    mlp_1: list[int] = bounded([64], 1, WIDEST)  # widths of the layers of the first stream
+    mlp_2: list[int] = bounded([64], 1, WIDEST)  # widths of the layers of the second stream
+    num_heads: int = bounded(1, 1, WIDEST)  # parts of both outputs; each is multiplied with the same part of the other
     gate_1: list[str] = field(default_factory=list)  # features that weigh the others in the first stream
-    gate_2: list[str] = field(default_factory=list)  # and in the second
+    gate_2: list[str] = field(default_factory=list)  # features that weigh the others in the second stream
     gate_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths of a gate
-    layer_norm: bool = False  # normalises what each layer of a stream gives for a row, before its ReLU
-    dropout: float = bounded(0.0, 0, below=1)  # after each layer of a stream
-    embedding_dropout: float = bounded(0.0, 0, below=1)  # of elements of the vectors
+    layer_norm: bool = False  # normalise the output of each layer of a stream for a row, before its ReLU
+    dropout: float = bounded(0.0, 0, below=1)  # dropout after each layer of a stream
+    embedding_dropout: float = bounded(0.0, 0, below=1)  # dropout of elements of the vectors
 
     free: ClassVar = ("dropout", "embedding_dropout")
     shapes: ClassVar = ("mlp_1", "mlp_2", "num_heads", "gate_1", "gate_2", "gate_mlp")

@@ -16,10 +16,10 @@ from recsys.models.halves import in_parts
 
 @dataclass
 class FMConfig(ModelConfig):
-    """Factorisation machine (Rendle 2010, doi:10.1109/ICDM.2010.127); a vector's last element is its id's weight."""
+    """Factorisation machine (Rendle 2010, doi:10.1109/ICDM.2010.127). A vector ends with the weight of its id."""
 
     name: str = "fm"
-    embedding_dropout: float = bounded(0.0, 0, below=1)  # of elements of the vectors
+    embedding_dropout: float = bounded(0.0, 0, below=1)  # dropout of elements of the vectors
 
     free: ClassVar[tuple[str, ...]] = ("embedding_dropout",)
 
@@ -77,12 +77,12 @@ class FM(Model):
 
 @dataclass
 class DeepFMConfig(FMConfig):
-    """DeepFM (Guo et al. 2017, arXiv:1703.04247): the logits of a factorisation machine and of an MLP, added up."""
+    """DeepFM (Guo et al. 2017, arXiv:1703.04247): the sum of the logits of a factorisation machine and an MLP."""
 
     name: str = "deepfm"
-    mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths; the last is 1
-    layer_norm: bool = False  # normalises what each hidden layer gives for a row, before its ReLU
-    dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
+    mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths; the output has width 1
+    layer_norm: bool = False  # normalise the output of each hidden layer for a row, before its ReLU
+    dropout: float = bounded(0.0, 0, below=1)  # dropout after each hidden layer
 
     free: ClassVar[tuple[str, ...]] = ("embedding_dropout", "dropout")
     shapes: ClassVar = ("mlp",)

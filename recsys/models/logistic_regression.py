@@ -13,7 +13,7 @@ from recsys.models.halves import in_parts
 
 @dataclass
 class LogisticRegressionConfig(ModelConfig):
-    """Logistic regression; the weight of an id for label number t is element t of its vector."""
+    """Logistic regression; element t of the vector of an id is its weight for label number t."""
 
     name: str = "logistic_regression"
 

@@ -16,10 +16,10 @@ from recsys.models.columns import PairwiseDots
 class TaskConfig(ModelConfig):
     """Keys of all models with a tower for each task; a task is a label."""
 
-    tower_mlp: list[int] = bounded([32], 1, WIDEST)  # hidden widths of a task's tower; the last is 1
-    dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
-    # The layers read the dot products of all pairs of vectors too, as DLRM's top MLP does: by themselves they are slow
-    # to learn what depends on two ids together.
+    tower_mlp: list[int] = bounded([32], 1, WIDEST)  # hidden widths of the tower of a task; the output has width 1
+    dropout: float = bounded(0.0, 0, below=1)  # dropout after each hidden layer
+    # Let the layers also read the dot products of all pairs of vectors, as the top MLP of DLRM does. Without these,
+    # they are slow to learn what depends on two ids together.
     dots: bool = False
 
     free: ClassVar[tuple[str, ...]] = ("dropout",)
@@ -62,12 +62,12 @@ class TaskModel(Model):
 class MMoEConfig(TaskConfig):
     """MMoE (Ma et al. 2018, doi:10.1145/3219819.3220007), over all features.
 
-    With one expert its gates are 1: the shared bottom.
+    With one expert, all gates are 1, and the model is a shared bottom.
     """
 
     name: str = "mmoe"
-    num_experts: int = bounded(4, 1, 1024)  # MLPs that all tasks share, each task by weights of its own
-    expert_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths of an expert; the last is that of what it gives
+    num_experts: int = bounded(4, 1, 1024)  # MLPs that all tasks share; each task weights them by a gate of its own
+    expert_mlp: list[int] = bounded([64], 1, WIDEST)  # widths of the layers of an expert; the last is its output
 
     shapes: ClassVar[tuple[str, ...]] = (*TaskConfig.shapes, "num_experts", "expert_mlp")
 

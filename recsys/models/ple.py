@@ -16,9 +16,9 @@ class PLEConfig(MMoEConfig):
     """PLE (Tang et al. 2020, doi:10.1145/3383313.3412236), over all features; one level is the paper's CGC."""
 
     name: str = "ple"
-    num_experts: int = bounded(2, 1, 1024)  # of a level that all tasks share
-    num_task_experts: int = bounded(2, 1, 1024)  # of a level that are a task's own
-    num_levels: int = bounded(2, 1, 64)  # of experts; each reads what the one before has mixed
+    num_experts: int = bounded(2, 1, 1024)  # experts of a level that all tasks share
+    num_task_experts: int = bounded(2, 1, 1024)  # further experts of a level for each task
+    num_levels: int = bounded(2, 1, 64)  # levels of experts; each reads the mixtures of the level before
 
     shapes: ClassVar[tuple[str, ...]] = (*MMoEConfig.shapes, "num_task_experts", "num_levels")
 

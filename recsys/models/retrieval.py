@@ -28,7 +28,7 @@ _SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
 class RetrievalConfig(ModelConfig):
     """Keys of all retrieval models."""
 
-    top_k: list[int] = bounded([10, 20], 1, 2**31 - 1)  # the K's of the metrics
+    top_k: list[int] = bounded([10, 20], 1, 2**31 - 1)  # values of K for the metrics
     metrics: list[RetrievalMetric] = field(default_factory=lambda: [RetrievalMetric.recall, RetrievalMetric.ndcg])
 
     free: ClassVar[tuple[str, ...]] = ("top_k", "metrics")
@@ -45,15 +45,15 @@ class RetrievalConfig(ModelConfig):
 
 @dataclass
 class ListConfig(RetrievalConfig):
-    """Keys of models whose rows of data.train are users' lists, compared with items of one table.
+    """Keys of models whose rows of data.train are lists of users, compared with items of one table.
 
-    Negatives are drawn from data.items, alike for all rows of a global batch.
+    Negatives are drawn from data.items, the same for all rows of a global batch.
     """
 
-    history: str = MISSING  # the feature with a user's items, the oldest first where their order counts
-    item_id: str = MISSING  # the item feature that tells items apart, of the same table
-    dim: int = bounded(64, 1, WIDEST)  # embedding_dim of the tables
-    sampled_negatives: int = bounded(1024, 1, 2**24)  # items of data.items, drawn anew for each global batch
+    history: str = MISSING  # the feature with the items of a user, the oldest first if their order counts
+    item_id: str = MISSING  # the item feature that identifies items; it uses the same table
+    dim: int = bounded(64, 1, WIDEST)  # the `embedding_dim` of the tables
+    sampled_negatives: int = bounded(1024, 1, 2**24)  # items to draw from data.items for each global batch
 
     free: ClassVar[tuple[str, ...]] = (*RetrievalConfig.free, "sampled_negatives")
 

@@ -30,27 +30,27 @@ from recsys.models.sequence_layers import HSTU, Block
 class SASRecConfig(ListConfig):
     """SASRec (Kang & McAuley 2018, arXiv:1808.09781) with sampled softmax (arXiv:2508.06450), over one list of items.
 
-    A row of data.train is a user's list, which gives inputs (all but the last item) and what is to be found after each
-    of them (all but the first). Negatives are drawn from data.items, alike for all positions of a global batch.
+    A row of data.train is the list of a user. All its items except the last are inputs, after each of which the next
+    one is to be predicted. Negatives are drawn from data.items, the same for all positions of a global batch.
     """
 
     name: str = "sasrec"
-    max_length: int = bounded(50, 1, 2**16)  # items that are looked back at; history's max_length is one more
+    max_length: int = bounded(50, 1, 2**16)  # items that the model looks back at; max_length of `history` is one more
     num_blocks: int = bounded(2, 0, 1000)  # layers of attention
-    num_heads: int = bounded(1, 1, WIDEST)  # of the attention of a layer
+    num_heads: int = bounded(1, 1, WIDEST)  # attention heads of a layer
     layer: SequenceLayer = SequenceLayer.sasrec
-    share_layers: bool = False  # one block's weights num_blocks times, as ALBERT (arXiv:1909.11942)
-    # Hidden width; default: dim, and of ligr 4 * dim; hstu has none.
+    share_layers: bool = False  # use the weights of one block num_blocks times, as ALBERT does (arXiv:1909.11942)
+    # Hidden width of the feed-forward layers. Default: dim, or 4 * dim for ligr; hstu has no such layers.
     feed_forward: int | None = bounded(None, 1, WIDEST)
-    dropout: float = bounded(0.2, 0, below=1)  # of the input, and of what each half of a layer gives
-    # Of elements of items' vectors: of lists, as inputs and as what is to be found, and of negatives.
+    dropout: float = bounded(0.2, 0, below=1)  # dropout of the input, and of the output of each half of a layer
+    # Dropout of elements of item vectors: those of lists, as inputs and as items to predict, and those of negatives.
     embedding_dropout: float = bounded(0.0, 0, below=1)
     loss: SequenceLoss = SequenceLoss.softmax
-    calibration: float = bounded(0.75, 0, 1)  # of gbce: 0 is plain binary cross-entropy
-    # Leave out drawn items of a user's own list, before and after a position: where no item is taken twice and
-    # evaluation masks what was seen, a model that pushes these down learns what nobody asks of it.
+    calibration: float = bounded(0.75, 0, 1)  # `gbce`: 0 is plain binary cross-entropy
+    # Do not compare a user with drawn items that are anywhere in their list. Set this if no user has an item twice and
+    # evaluation masks seen items: there is then no use in learning to push these down.
     exclude_listed: bool = False
-    num_items: int | None = bounded(None, 2)  # of gbce: how many there are in data.items
+    num_items: int | None = bounded(None, 2)  # `gbce`: number of items in data.items
 
     free: ClassVar = (*ListConfig.free, "dropout", "embedding_dropout")
     shapes: ClassVar = ("dim", "max_length", "feed_forward")

@@ -25,20 +25,20 @@ from recsys.models.retrieval import ListConfig, ListModel, pieces
 class SimpleXConfig(ListConfig):
     """SimpleX (Mao et al. 2021, arXiv:2109.12613); with `history_share: 0` matrix factorization.
 
-    A row of data.train is a user with the list of their items, each of which is to be found. Negatives are drawn from
-    data.items, alike for all users of a global batch.
+    A row of data.train is a user with the list of their items, each of which is to be predicted. Negatives are drawn
+    from data.items, the same for all users of a global batch.
     """
 
     name: str = "simplex"
-    user_id: str = MISSING  # feature with a user's own vector
-    history_share: float = bounded(0.5, 0, 1)  # of the items' mean in a user's vector; the rest is the user's own
-    item_bias: bool = False  # the last column of an item's vector is added to its cosines, in units of `temperature`
-    leave_one_out: bool = False  # in training: the item that is to be found is not in the mean that finds it
-    dropout: float = bounded(0.0, 0, below=1)  # of the items' mean
+    user_id: str = MISSING  # feature with the own vector of a user
+    history_share: float = bounded(0.5, 0, 1)  # share of the mean of items in a user's vector; the own one has the rest
+    item_bias: bool = False  # add the last column of an item's vector to its cosines, in units of `temperature`
+    leave_one_out: bool = False  # in training, leave the item to predict out of the mean that predicts it
+    dropout: float = bounded(0.0, 0, below=1)  # dropout of the mean of items
     loss: RetrievalLoss = RetrievalLoss.softmax
-    temperature: float = bounded(0.1, 1e-30, below=1e30)  # of all but contrastive: what scores are divided by
-    margin: float = bounded(0.9, -1, 1)  # of contrastive: the score from which a negative counts
-    negative_weight: float = bounded(1.0, 0, LARGE)  # of contrastive and binary: of the negatives' mean loss
+    temperature: float = bounded(0.1, 1e-30, below=1e30)  # what scores are divided by, except with `contrastive`
+    margin: float = bounded(0.9, -1, 1)  # `contrastive`: the score from which a negative counts
+    negative_weight: float = bounded(1.0, 0, LARGE)  # `contrastive` and `binary`: factor of the mean loss of negatives
 
     free: ClassVar = (*ListConfig.free, "dropout")
     shapes: ClassVar = ("dim",)

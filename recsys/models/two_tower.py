@@ -28,27 +28,27 @@ _MOST_PARTS = 128  # of a batch, however large
 class TwoTowerConfig(RetrievalConfig):
     """Two-tower retrieval with in-batch softmax (Yi et al. 2019, doi:10.1145/3298689.3346996), or BPR of all pairs.
 
-    Items drawn from data.items may join the other rows' items as negatives (Yang et al. 2020,
-    doi:10.1145/3366424.3386195): of these, rows hold those alone that users came across.
+    The negatives of a row are the items of the other rows, all of which users came across. Items drawn from data.items
+    may join them (Yang et al. 2020, doi:10.1145/3366424.3386195).
     """
 
     name: str = "two_tower"
-    user_features: list[str] = MISSING  # features that the user's tower reads
-    item_features: list[str] = MISSING  # features that the item's tower reads; columns of data.items too
-    item_id: str = MISSING  # the item feature that tells items apart
-    user_mlp: list[int] = bounded([64], 1, WIDEST)  # widths of the hidden layers
-    item_mlp: list[int] = bounded([64], 1, WIDEST)  # likewise
+    user_features: list[str] = MISSING  # features that the user tower reads
+    item_features: list[str] = MISSING  # features that the item tower reads; they are also columns of data.items
+    item_id: str = MISSING  # the item feature that identifies items
+    user_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths of the user tower
+    item_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths of the item tower
     output_dim: int = bounded(32, 1, WIDEST)  # width of the vectors that are compared
-    dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
+    dropout: float = bounded(0.0, 0, below=1)  # dropout after each hidden layer
     normalize: bool = True  # cosine instead of dot product
-    loss: RetrievalLoss = RetrievalLoss.softmax  # or bpr
-    temperature: float = bounded(0.1, 1e-30, below=1e30)  # what products are divided by, before the loss
-    logq_correction: bool = True  # subtract the log of an item's share of what it is compared as
-    # Of the row's own item too. It is compared in any case, not by its share; false: "Correcting the LogQ Correction"
-    # (Khrylchenko et al. 2025, arXiv:2507.09331).
+    loss: RetrievalLoss = RetrievalLoss.softmax  # `softmax` or `bpr`
+    temperature: float = bounded(0.1, 1e-30, below=1e30)  # what scores are divided by, before the loss
+    logq_correction: bool = True  # subtract from the score of an item the log of its share among compared items
+    # Correct the score of the row's own item too, though it is compared whatever its share. `false`: "Correcting the
+    # LogQ Correction" (Khrylchenko et al. 2025, arXiv:2507.09331).
     correct_own: bool = True
-    sampled_negatives: int = bounded(0, 0, 2**24)  # items of data.items, drawn anew for each global batch
-    sampling_power: float = bounded(0.0, 0, 1)  # of their counts in data.train; 0: each as often, 1: as in the rows
+    sampled_negatives: int = bounded(0, 0, 2**24)  # items to draw from data.items for each global batch
+    sampling_power: float = bounded(0.0, 0, 1)  # draw by count in data.train to this power; 0: all alike, 1: as in rows
 
     free: ClassVar = (*RetrievalConfig.free, "dropout", "user_features", "item_features")
     shapes: ClassVar = ("user_mlp", "item_mlp", "output_dim")

@@ -25,25 +25,25 @@ from recsys.models.simplex import check_user_items
 class UltraGCNConfig(ListConfig):
     """UltraGCN (Mao et al. 2021, arXiv:2110.15114).
 
-    A row of data.train is a user with the list of their items, each of which is to be found, and, with `neighbours`,
-    with the neighbours of these items and a weight of each, as `recsys prepare retrieval --neighbours` writes them.
-    Negatives are drawn from data.items, alike for all users of a global batch.
+    A row of data.train is a user with the list of their items, each of which is to be predicted. With `neighbours`, it
+    also has the neighbours of these items with a weight each, as `recsys prepare retrieval --neighbours` writes them.
+    Negatives are drawn from data.items, the same for all users of a global batch.
     """
 
     name: str = "ultragcn"
-    user_id: str = MISSING  # feature with a user's vector
-    # Feature with the items that often come with those of the user, and their weights; null: there is no such loss.
-    # Data that are not trained on need no column of it.
+    user_id: str = MISSING  # feature with the vector of a user
+    # Feature with the items that often occur with those of the user, and their weights; `null`: no loss of neighbours.
+    # Only data.train needs its column.
     neighbours: str | None = None
-    # The weight in the loss of an item of the user's: the first number, plus the second times
+    # Weight of an item of the user in the loss: the first number, plus the second times
     # sqrt((n + 1) / (m + 1)) / n for a user with n items and an item that m users have.
     positive_weights: list[float] = bounded([1e-6, 1.0], 0, LARGE)
-    negative_weights: list[float] = bounded([1e-6, 1.0], 0, LARGE)  # the same of an item that was drawn
-    negative_weight: float = bounded(10.0, 0, LARGE)  # of the mean over the items that were drawn
-    neighbour_weight: float = bounded(0.2, 0, LARGE)  # of the loss of neighbours
-    item_bias: bool = False  # the last column of an item's vector is added to its scores, with no other part in them
-    # Added to the loss of each user's item: drawn_l2 / 2 times the mean squared length of the items that were drawn.
-    # This holds all items back alike, and `l2` of their table does by how many users they have. Biases do not count.
+    negative_weights: list[float] = bounded([1e-6, 1.0], 0, LARGE)  # the same for an item that was drawn
+    negative_weight: float = bounded(10.0, 0, LARGE)  # factor of the mean loss of the items that were drawn
+    neighbour_weight: float = bounded(0.2, 0, LARGE)  # factor of the loss of neighbours
+    item_bias: bool = False  # the last column of an item's vector is its bias: added to its scores, and not multiplied
+    # Adds, for each item of a user, drawn_l2 / 2 times the mean squared length of the drawn items to the loss. This
+    # holds back all items alike; `l2` of their table does so by how many users they have. Biases do not count.
     drawn_l2: float = bounded(0.0, 0, LARGE)
 
     shapes: ClassVar = ("dim",)
