@@ -17,14 +17,14 @@ how to start it:
 key=value changes any key of the config, the value is YAML:
   train.epochs=3 tables.item.embedding_dim=32 data.train=/logs/2026-11-*/ data.valid=null
   run.dir=runs/mine                 where the run writes (default runs/NAME-TIME)
-  run.resume=true                   go on from the newest checkpoint in run.dir, if there is one
+  run.resume=true                   continue from the newest checkpoint in run.dir, if there is one
   run.overwrite=true                replace an earlier run in run.dir
   train.init_from=runs/yesterday    start from that run's weights and optimizers, on new files
 
 SIGTERM, SIGUSR2, Ctrl-C or the file run.stop_file: save a checkpoint and exit with status 143 (torchrun's own status is
 then 1, and it passes on SIGUSR2 only with --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2). Status 0: the
 job is done.
-torchrun --max-restarts N goes on from the newest checkpoint by itself after a rank has failed.
+After a rank has failed, torchrun --max-restarts N continues by itself from the newest checkpoint.
 All keys, with their meaning and default: docs/config.md. The data: data/README.md.
 """
 
@@ -59,18 +59,18 @@ from recsys.runtime.versions import exit_unless_installed, own_version
 COMMANDS = {
     "train": "train a model from a YAML config",
     "dry-run": "plan, and predict the memory of every rank, without GPUs and without training",
-    "calibrate": "measure how fast devices like these are, for what a dry run says of time: one to three minutes",
+    "calibrate": "measure the speed of devices like these, so that dry runs predict times; takes one to three minutes",
     "evaluate": "evaluate the model of a finished run on other data",
-    "predict": "write a finished run's scores of rows as Parquet",
-    "recommend": "write the best items of users as Parquet, by a finished run with vectors of items",
-    "embeddings": "write vectors by raw id as Parquet: of items, of users, or of a table; with a FAISS index of items",
-    "semantic-ids": "write a few small codes for each item, alike where vectors are, as features in place of its id",
+    "predict": "score rows with a finished run, and write the scores as Parquet",
+    "recommend": "rank items for users with a finished retrieval run, and write the best as Parquet",
+    "embeddings": "write vectors of items, users or a table by raw id as Parquet; optional: a FAISS index of items",
+    "semantic-ids": "write a few small codes for each item, shared by similar items, to use as features instead of ids",
     "compress": "quantise, prune and distil a finished run, as far as a metric allows",
     "export": "write a finished run as a folder that scores and recommends without torch",
-    "report": "write a run's page, report.html: curves, memory, plan, ids; also of one that failed or still goes on",
-    "compare": "compare runs: config keys that differ, results, and curves over each other in one HTML page",
-    "sweep": "search over settings of a config, on any number of processes, with a table and a plot",
-    "inspect": "tell what the columns of a log hold, and write a config to begin with",
+    "report": "write report.html of a run: curves, memory, plan and ids; also of a failed run or one in progress",
+    "compare": "compare runs in one HTML page: config keys that differ, results, and their curves in the same plots",
+    "sweep": "search over settings of a config with any number of processes, and write a table and a plot",
+    "inspect": "show what the columns of a log hold, and write a first config",
     "prepare": "write training data as Parquet: a public data set, synthetic logs, or your own files",
     "tables": "export a table of a checkpoint as Parquet",
 }
@@ -128,15 +128,15 @@ def predict(arguments: Sequence[str], command: str) -> int:
     parser = _parser_of_run(command)
     if command == "embeddings":
         parser.add_argument("name", metavar="NAME", help="item, user, or a table (also tables.NAME)")
-        about = "Parquet: users, items in place of data.items, or rows with ids of the table"
+        about = "Parquet: users, items to use instead of data.items, or rows with ids of the table"
         parser.add_argument("--data", help=about)
-        about = "index the vectors of items, exactly or compressed"
+        about = "write an index of the item vectors, exact (flat) or compressed (ivfpq)"
         parser.add_argument("--faiss", choices=("flat", "ivfpq"), help=about)
-        parser.add_argument("--queries", metavar="USERS", help="Parquet: users to measure the index's recall on")
+        parser.add_argument("--queries", metavar="USERS", help="Parquet: users on which to measure recall of the index")
     else:
         parser.add_argument("data", metavar="DATA", help="Parquet: a directory, glob or file; labels are not needed")
-    add_out(parser, "folder to write; an unfinished one is gone on with", "data.filter")
-    about = "columns to write beside, with commas; default: ids that it reads"
+    add_out(parser, "folder to write; an unfinished one is completed", "data.filter")
+    about = "columns to copy to OUT, separated by commas; default: the ids that the model reads"
     parser.add_argument("--keep", metavar="COLUMNS", type=names, help=about)
     if command == "recommend":
         parser.add_argument("--k", type=positive, default=20, help="items for each row (20)")
@@ -156,7 +156,7 @@ def predict(arguments: Sequence[str], command: str) -> int:
 def compress(arguments: Sequence[str]) -> int:
     """Compress a run; return the exit status 0, or end the process with a mistake of the user in one sentence."""
     parser = _parser_of_run("compress")
-    add_out(parser, "folder of the compressed run, not there or empty", "data.valid")
+    add_out(parser, "folder of the compressed run, new or empty", "data.valid")
     add_compression(parser)
     with mistakes_told():
         words, run = _run_named_by(parser, arguments)
@@ -226,8 +226,8 @@ def export(arguments: Sequence[str]) -> int:
         from recsys.config.choices import TableEncoding
 
         parser = _parser_of_run("export")
-        add_out(parser, "folder to write, which is not there or empty", "data.items")
-        encodings, about = [encoding.name for encoding in TableEncoding], "how rows of tables are written (fp32)"
+        add_out(parser, "folder to write, new or empty", "data.items")
+        encodings, about = [encoding.name for encoding in TableEncoding], "type of the rows of tables (fp32)"
         parser.add_argument("--tables", choices=encodings, default="fp32", help=about)
         words, run = _run_named_by(parser, arguments)
         from recsys.serving.export import export as export_run
@@ -240,7 +240,7 @@ def report(arguments: Sequence[str], command: str) -> int:
     parser = _parser_of(command)
     many = "+" if command == "compare" else 1
     parser.add_argument("runs", metavar="RUN", type=Path, nargs=many, help="run directory")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="default: RUN/report.html, or compare.html here")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="page; default: RUN/report.html, or ./compare.html")
     with mistakes_told():
         words = parser.parse_args(arguments)
         from recsys.report.compare import compare
@@ -323,7 +323,7 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
         options = "[--by COLUMN [--cold N]] [--group COLUMN] [--bootstrap N] [--importance [REPEATS]] [--trust-code]"
         parser.usage = f"{prog} RUN [DATA …] [key=value …] {options}"
         parser.add_argument("config", metavar="RUN", help="run directory, or one of its checkpoints")
-        add_changes(parser, "changes to the config; other words are DATA, in place of data.valid and data.test")
+        add_changes(parser, "changes to the config; other words are DATA to use instead of data.valid and data.test")
     else:
         parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
         add_changes(parser, "changes to the config")
@@ -332,11 +332,11 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
         add_evaluation(parser)
     if command == "train":
         mode = parser.add_mutually_exclusive_group()
-        mode.add_argument("--debug", action="store_true", help="single-device debug mode")
+        mode.add_argument("--debug", action="store_true", help="one process, 20,000 rows, 200 steps, no threads")
         for name, about in (("dry-run", COMMANDS["dry-run"]), ("evaluate", "evaluate a run; CONFIG is its directory")):
             mode.add_argument(f"--{name}", dest="command", action="store_const", const=name, help=about)
     if command != "evaluate":
-        about = "of a machine, for a dry run with topology.speeds: then it says what an epoch costs"
+        about = "price of a machine: a dry run with topology.speeds then predicts the cost of an epoch"
         parser.add_argument("--price-per-hour", metavar="PRICE", type=price, help=about)
     pairs = zip(arguments, [*arguments[1:], ""], strict=False)
     once = [word == "--importance" and not after.isdecimal() for word, after in pairs]

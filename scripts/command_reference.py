@@ -1,4 +1,4 @@
-"""Write docs/commands.md, every command with its words and options, out of the parsers that read them.
+"""Write docs/commands.md, every command with its arguments, from the parsers that read them.
 
     python scripts/command_reference.py
 
@@ -18,7 +18,7 @@ _HEAD = """# Commands
 
 <!-- Written by scripts/command_reference.py from the code that reads command lines: change it there, not here. -->
 
-All words of all commands, as `--help` of each has them. What they are for: [the README](../README.md#commands).
+All arguments of all commands, as their `--help` shows them. What they are for: [the README](../README.md#commands).
 `key=value` changes any [key of the config](config.md). `train.py` is `recsys train` for torchrun.
 """
 
@@ -57,7 +57,7 @@ def _section(parser: argparse.ArgumentParser, level: str = "##", about: str = ""
     description = " ".join((parser.description or about).split())
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     rows = [_row(action) for action in parser._actions if action not in below and "--help" not in action.option_strings]
-    table = ["| Word | Default | Meaning |", "|---|---|---|", *rows] if rows else []
+    table = ["| Argument | Default | Meaning |", "|---|---|---|", *rows] if rows else []
     usage = [f"`{parser.usage}`\n"] if parser.usage else []
     parts = [f"{level} `{parser.prog}`\n", *usage, f"{description[0].upper()}{description[1:]}\n", *table]
     parts += [""] if rows else []
@@ -83,7 +83,7 @@ def _row(action: argparse.Action) -> str:
 def _choices(action: argparse.Action, helped: str) -> str:
     """Return the choices of an argument, unless its help names them."""
     choices = [str(choice) for choice in action.choices or ()]
-    return "" if all(choice in helped for choice in choices) else f"of {', '.join(choices)}"
+    return "" if all(choice in helped for choice in choices) else f"one of {', '.join(choices)}"
 
 
 def _words(action: argparse.Action) -> Iterator[str]:

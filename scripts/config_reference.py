@@ -1,4 +1,4 @@
-"""Write docs/config.md, every key of a config, out of the dataclasses that declare them.
+"""Write docs/config.md, every key of a config, from the dataclasses that declare them.
 
     python scripts/config_reference.py
 

@@ -76,15 +76,15 @@ class CsvOptions:
 
     delimiter: str = option(",", "one character; '\\t' is a tab", type=_unescape)
     quote: str | None = option(
-        None, "what a field may stand in, '\"' if not given; '' if none does, as often with tabs", metavar="SIGN"
+        None, "sign around quoted fields; default: '\"'; '' if none are quoted, as often with tabs", metavar="SIGN"
     )
-    columns: list[str] = option([], "names, if the files have no header", type=names, metavar="A,B,C")
+    columns: list[str] = option([], "names of columns, if the files have no header", type=names, metavar="A,B,C")
     types: dict[str, str] = option(
         {}, f"TYPE: {', '.join(TYPES)}", type=_pair, action="extend", nargs="+", metavar="NAME=TYPE"
     )
     lists: dict[str, tuple[str, str]] = option(
         {},
-        "split a column into a list, as in 'genres=|' or 'items= :int64' (string)",
+        "split a column into a list, such as 'genres=|' or 'items= :int64'; TYPE is string if not given",
         flag="list",
         type=_list_column,
         action="append",
@@ -92,19 +92,19 @@ class CsvOptions:
     )
     tokens: list[str] = option([], TOKENS_HELP, type=names, metavar="A,B")
     where: str | None = option(None, WHERE_HELP, metavar="FILTER")
-    label: str | None = option(None, "add an int8 column 'label', written as --where: 'rating>=4'", metavar="FILTER")
-    split: tuple[float, ...] = option((), "train,valid,test, as in 0.8,0.1,0.1", type=_shares, metavar="SHARES")
+    label: str | None = option(None, "add an int8 column 'label' from a filter: 'rating>=4'", metavar="FILTER")
+    split: tuple[float, ...] = option((), "shares of train,valid,test: 0.8,0.1,0.1", type=_shares, metavar="SHARES")
     split_by: str = option(
         "random",
-        "random by row; time:COLUMN, later rows go to later splits; user:COLUMN, rows of one value stay together",
+        "random: by row; time:COLUMN: later rows go to later splits; user:COLUMN: rows with one value stay together",
         metavar="RULE",
     )
-    null_values: list[str] = option([], "read as null too", type=names, metavar="A,B")
-    time_format: str | None = option(None, "of times not in ISO 8601, as in '%%d.%%m.%%Y %%H:%%M'", metavar="FORMAT")
-    decimal_point: str = option(".", "of numbers: '.', or ',' as in 1,50", choices=(".", ","), metavar="SIGN")
-    seed: int = option(0, "of the split")
-    row_group_rows: int = option(ROW_GROUP_ROWS, "rows a row group", least=1)
-    rows_per_file: int = option(16 * ROW_GROUP_ROWS, "rows a file", least=1)
+    null_values: list[str] = option([], "further texts to read as null", type=names, metavar="A,B")
+    time_format: str | None = option(None, "if times are not in ISO 8601: '%%d.%%m.%%Y %%H:%%M'", metavar="FORMAT")
+    decimal_point: str = option(".", "sign in numbers: '.', or ',' as in 1,50", choices=(".", ","), metavar="SIGN")
+    seed: int = option(0, "seed of the split")
+    row_group_rows: int = option(ROW_GROUP_ROWS, "rows per row group", least=1)
+    rows_per_file: int = option(16 * ROW_GROUP_ROWS, "rows per file", least=1)
 
 
 def convert_csv(inputs: list[Path], out: Path, options: CsvOptions, overwrite: bool = False) -> None:

@@ -54,17 +54,17 @@ class HistoryOptions:
     item: str = option("item_id", "column whose values are listed", metavar="COLUMN")
     time: str = option("timestamp", "column of times; rows of one moment do not see each other", metavar="COLUMN")
     columns: list[str] = option(
-        [], "further columns of the same rows, each a list of its own, NAME_COLUMN", type=names, metavar="A,B"
+        [], "further columns of the same rows, each with a list of its own, NAME_COLUMN", type=names, metavar="A,B"
     )
-    name: str = option("history", "of the list that is written", metavar="NAME")
-    history: int = option(HISTORY, "values of a list, at most; the newest", least=1, most=10_000)
+    name: str = option("history", "column of the lists that are written", metavar="NAME")
+    history: int = option(HISTORY, "most values of a list; the newest are kept", least=1, most=10_000)
     history_where: str | None = option(
-        None, 'rows that histories are made of, as in "label == 1"; all rows are written', metavar="FILTER"
+        None, 'rows that histories are made of, such as "label == 1"; all rows are written', metavar="FILTER"
     )
     where: str | None = option(None, WHERE_HELP, metavar="FILTER")
     after: Path | None = option(
         None,
-        "what this command wrote of the rows before these, such as the day before: histories go on from there",
+        "folder that this command wrote for earlier rows, such as the day before; histories continue from there",
         type=Path,
         metavar="FOLDER",
     )

@@ -21,15 +21,15 @@ def main(parser: Parser, arguments: Sequence[str]) -> int:
         "--valid",
         metavar="PATH",
         nargs="+",
-        help="rows to evaluate on; default: the folder valid beside train, or the last tenth by time",
+        help="rows to evaluate on; default: the folder valid next to train, or the last tenth by time",
     )
-    about = "column of 0 and 1, or a condition as of data.filter; default: the only column that can be it"
+    about = "column of 0 and 1, or a condition as in data.filter; default: the only column that can be a label"
     parser.add_argument("--label", metavar="LABEL", help=about)
     parser.add_argument(
         "--out",
         metavar="CONFIG.yaml",
         type=Path,
-        help="file to write, which is not there; default: the config is printed",
+        help="new file to write; default: the config is printed",
     )
     words = parser.parse_args(arguments)
     if words.out is not None:

@@ -21,8 +21,8 @@ from recsys.errors import UserError
 from recsys.runtime.arguments import names
 
 WRITTEN = ("history", "targets", "seen", "neighbours", "neighbour_weights")
-_FILES_HELP = ": the log's rows of it, files or folders; INPUT is then all of train"
-_TABLE_HELP = ", with its id in a column named as the log's, and"
+_FILES_HELP = ", as files or folders; all of INPUT is then train"
+_TABLE_HELP = ": its id, in a column named as in the log, and"
 _PATHS: dict[str, Any] = {"type": Path, "nargs": "+", "metavar": "PATH"}
 _SPLIT_VALUES = {"train": 0, "valid": 1, "test": 2, "0": 0, "1": 1, "2": 2, "false": 0, "true": 2}
 
@@ -32,43 +32,43 @@ class LogOptions:
     """Columns of a log by role, and the rows to hold out: by a rule, or as split by the log or its files."""
 
     user: str = option("user_id", "column of users", metavar="COLUMN")
-    item: str = option("item_id", "column of items, or of lists of them in the order of time", metavar="COLUMN")
-    time: str | None = option(None, "without it, rows are taken to be in order", metavar="COLUMN")
+    item: str = option("item_id", "column of items, or of lists of items in order of time", metavar="COLUMN")
+    time: str | None = option(None, "column of times; without it, rows are assumed to be in order", metavar="COLUMN")
     user_features: list[str] = option([], "columns of the log, or of --users", type=names, metavar="A,B")
     item_features: list[str] = option([], "columns of the log, or of --items", type=names, metavar="A,B")
     users: list[Path] = option([], f"a row for each user{_TABLE_HELP} --user-features", **_PATHS)
     items: list[Path] = option(
-        [], f"a row for each item{_TABLE_HELP} --item-features; those that nobody had are items, too", **_PATHS
+        [], f"a row for each item{_TABLE_HELP} --item-features; items that no user has count too", **_PATHS
     )
     tokens: list[str] = option([], TOKENS_HELP, type=names, metavar="A,B")
     where: str | None = option(None, WHERE_HELP, metavar="FILTER")
     train_rows: str = option(
         "interactions",
-        "interactions: each with the user's items before it, of one item with a user the first; users: each with a "
-        "list of items, as sequence models take them; windows: the same, a list longer than --history cut into several",
+        "interactions: each with the earlier items of its user, without repeats of an item; users: each with a list of "
+        "items, for sequence models; windows: the same, but lists longer than --history are cut up",
         choices=("interactions", "users", "windows"),
     )
-    history: int = option(HISTORY, "items of a history, at most; the newest", least=1)
+    history: int = option(HISTORY, "most items of a history; the newest are kept", least=1)
     neighbours: int = option(
         0,
-        "with --train-rows users, for UltraGCN: columns neighbours, so many items that most often come with each one "
-        "of the history, and neighbour_weights",
+        "with --train-rows users, for UltraGCN: add columns neighbours and neighbour_weights, for this many items that "
+        "occur most often with each item of the history",
         least=0,
     )
     hold_out: str = option(
         "last",
-        "last: each user's last item is of test, the one before of valid; random: a tenth of each user's items for "
-        "each, as RecBole does; time: the last tenth of all rows by time is of test, the tenth before of valid; "
-        "none: all are of train",
+        "last: the last item of each user is in test, the one before in valid; random: a tenth of the items of each "
+        "user is in each, as in RecBole; time: the last tenth of all rows by time is in test, the tenth before in "
+        "valid; none: all are in train",
         choices=("last", "random", "time", "none"),
     )
     split_column: str | None = option(
-        None, "with train, valid or test in each row, or 0, 1 or 2, or whether it is of test", metavar="COLUMN"
+        None, "column with the split of a row: train, valid or test; 0, 1 or 2; or true for test", metavar="COLUMN"
     )
-    valid_where: str | None = option(None, "rows of valid, as in --where; of train are all others", metavar="FILTER")
-    test_where: str | None = option(None, "rows of test, likewise", metavar="FILTER")
-    valid: list[Path] = option([], f"valid{_FILES_HELP}", **_PATHS)
-    test: list[Path] = option([], f"test{_FILES_HELP}", **_PATHS)
+    valid_where: str | None = option(None, "rows of valid, as in --where; all others are train", metavar="FILTER")
+    test_where: str | None = option(None, "rows of test, as in --where; all others are train", metavar="FILTER")
+    valid: list[Path] = option([], f"rows of valid{_FILES_HELP}", **_PATHS)
+    test: list[Path] = option([], f"rows of test{_FILES_HELP}", **_PATHS)
 
 
 def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrite: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""`recsys prepare`: the command line of the converters, of public data sets, synthetic logs and one's own files.
+"""`recsys prepare`: the command line of the converters of public data sets, synthetic logs and your own files.
 
 examples:
   {prog} movielens-100k
@@ -75,8 +75,8 @@ def _parser(prog: str) -> Parser:
         delimited.CsvOptions,
         delimited.convert_csv,
         help="any delimited files, plain or compressed",
-        description="Delimited files, streamed into Parquet. Types are inferred from the first 4 MiB of the "
-        "first file that has rows where --types does not give them, and hold for all files. Empty fields are null.",
+        description="Delimited files, streamed into Parquet. Types that --types does not give are inferred from the "
+        "first 4 MiB of the first file that has rows, and apply to all files. Empty fields are null.",
     )
     _add_logs(commands)
     return parser
@@ -91,8 +91,8 @@ def _add_logs(commands: argparse._SubParsersAction) -> None:
         interactions.LogOptions,
         interactions.convert_log,
         help="a Parquet log of interactions, for two towers",
-        description="A log with a row for each interaction, as train/, valid/, test/ (a user's queries, with what is "
-        "to be found and what was seen), items/ and users/ (all that each user has, to recommend more).",
+        description="A log with a row for each interaction, as train/, valid/ and test/ (queries of users, with the "
+        "items to find and those seen), items/, and users/ (all items of each user, to recommend more).",
     )
     _add_converter(
         commands,
@@ -100,19 +100,19 @@ def _add_logs(commands: argparse._SubParsersAction) -> None:
         ".parquet files, or globs or folders of them",
         histories.HistoryOptions,
         histories.convert_histories,
-        help="a Parquet log with, beside each row, lists of what its user did before",
-        description="The rows of a log, all columns, in the order of time (those of one moment as they are read), with "
-        "lists of the values that the same user's rows before that moment have, the oldest first. Held in memory are "
-        "about a million rows, or those of one moment where these are more, and --history values for each user so far "
-        f"and list; these are written to {histories.USERS}, which --after reads.",
+        help="a Parquet log with lists of what the user of each row did before",
+        description="The rows of a log, with all columns, in order of time, and with lists of the values that earlier "
+        "rows of the same user have, the oldest first. Rows of one moment stay in the order in which they are read. "
+        "Memory holds about a million rows, or those of one moment if these are more, and --history values for each "
+        f"user and list; these values are written to {histories.USERS}, which --after reads.",
     )
 
 
 def _add_movielens(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "movielens-100k",
-        help="MovieLens-100K out of the recbole wheel, which pip downloads",
-        description="MovieLens-100K in RecBole's splits: ctr/ (label: rating >= 4) and retrieval/.",
+        help="MovieLens-100K from the recbole wheel, which pip downloads",
+        description="MovieLens-100K in the splits of RecBole: ctr/ (label: rating >= 4) and retrieval/.",
     )
     parser.add_argument("--out", type=Path, default=Path("data/movielens-100k"), help="folder to write (%(default)s)")
     parser.add_argument("--cache", type=Path, default=Path("data/.cache"), help="folder of downloads (%(default)s)")

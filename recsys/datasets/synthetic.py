@@ -43,16 +43,16 @@ class SyntheticOptions:
     test_rows: int = option(100_000, "test rows", least=1)
     users: int = option(20_000, "user ids alive on a day (user-item shape)", least=1, most=2**40)
     items: int = option(
-        10_000, "item ids alive on a day; in the criteo shape the size of the largest field", least=1, most=2**40
+        10_000, "item ids alive on a day; in the criteo shape, the size of the largest field", least=1, most=2**40
     )
     alpha: float = option(0.9, "popularity of an id is rank ** -alpha", least=0, most=5)
-    unseen: float = option(0.0, "share of the ids in valid and test that training never shows", least=0, most=1)
+    unseen: float = option(0.0, "share of the ids in valid and test that are not in train", least=0, most=1)
     drift: float = option(0.0, "share of the ids replaced by new ones every day", least=0, most=1)
     days: int = option(7, "days of training data; valid is the next day, test the one after", least=1)
     shape: str = option("user-item", "what a row is", choices=("user-item", "views", "criteo"))
-    correlation: float = option(0.5, "of what makes users click and buy items (views shape)", least=-1, most=1)
-    files: int = option(4, "files a split", least=1)
-    row_group_rows: int = option(65536, "rows a row group", least=1)
+    correlation: float = option(0.5, "correlation of what drives clicks and purchases (views shape)", least=-1, most=1)
+    files: int = option(4, "files per split", least=1)
+    row_group_rows: int = option(65536, "rows per row group", least=1)
     seed: int = option(0, "the same seed gives the same rows", least=0)
 
 

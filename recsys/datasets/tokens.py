@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 
 from recsys.errors import UserError
 
-TOKENS_HELP = "columns of texts that become lists of their words: lower case, without English stop words"
+TOKENS_HELP = "text columns to split into lists of words: lower case, without English stop words"
 _ENGLISH = """a an and are as at be but by for from has have he her his i if in into is it its me my no not of on or our
 s she so t than that the their them they this to us was we were will with you your"""
 

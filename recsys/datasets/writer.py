@@ -23,9 +23,7 @@ from recsys.runtime.folders import whole_folder
 MARKER = "_prepared.json"  # readers of Parquet folders leave out what begins so
 ROW_GROUP_ROWS = 65536
 SPLITS = ("train", "valid", "test")
-WHERE_HELP = (
-    "take only rows for which this is true, written as data.filter, as in \"rating >= 4 and country in ['de']\""
-)
+WHERE_HELP = "keep only rows that match this filter, written like data.filter: \"rating >= 4 and country in ['de']\""
 
 
 def option(default: Any, help: str, **settings: Any) -> Any:

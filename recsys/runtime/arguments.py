@@ -53,16 +53,16 @@ def price(text: str) -> float:
 
 def add_evaluation(parser: argparse.ArgumentParser) -> None:
     """Add the options of an evaluation beyond metrics of all rows, and `--trust-code`."""
-    parser.add_argument("--by", metavar="COLUMN", help="of an evaluation: metrics by value of a column, too")
+    parser.add_argument("--by", metavar="COLUMN", help="evaluation: also metrics for each value of a column")
     about = "with --by: slices of values that data.train has in N rows or more (warm), and in fewer (cold)"
     parser.add_argument("--cold", metavar="N", type=positive, default=0, help=about)
-    about = "of an evaluation: the mean of the AUCs of this column's values, such as users, by their rows (gauc)"
+    about = "evaluation: mean AUC over the values of a column, such as users, weighted by their rows (gauc)"
     parser.add_argument("--group", metavar="COLUMN", help=about)
-    about = "of an evaluation: 95 %% intervals of the metrics, by so many draws of rows, or of what --group names"
+    about = "evaluation: 95 %% intervals of the metrics, from N draws of rows, or of values of the --group column"
     parser.add_argument("--bootstrap", metavar="N", type=positive, default=0, help=about)
-    about = "of an evaluation: what the metrics lose when the values of a feature are permuted, in the mean of REPEATS"
+    about = "evaluation: what metrics lose when the values of a feature are permuted, as the mean of REPEATS"
     parser.add_argument("--importance", metavar="[REPEATS]", type=positive, default=0, help=about)
-    about = "of an evaluation: import the class that the run names as its model"
+    about = "evaluation: import the class that the run names as its model"
     parser.add_argument("--trust-code", action="store_true", help=about)
 
 
@@ -71,10 +71,12 @@ def add_compression(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", default="quantize,prune", help="of quantize, prune, neurons, distill, in this order (quantize,prune)"
     )
-    parser.add_argument("--max-loss", required=True, help="of the metric, in all: 0.001, or of its value: 1%%")
-    parser.add_argument("--metric", help="on data.valid; default: that of early stopping, or the model's first")
+    about = "most that the metric may lose over all steps: 0.001, or a share of its value: 1%%"
+    parser.add_argument("--max-loss", required=True, help=about)
+    parser.add_argument("--metric", help="metric on data.valid; default: as in early stopping, or the model's first")
     parser.add_argument("--prune-by", default="norm", help="importance of rows: norm, count in data.train, gradient")
-    parser.add_argument("--student", metavar="key=value", nargs="+", default=[], help="of distill: changes of config")
+    about = "distill: changes to the config for the student"
+    parser.add_argument("--student", metavar="key=value", nargs="+", default=[], help=about)
 
 
 def add_table_export(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +86,7 @@ def add_table_export(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "source", metavar="RUN_OR_CHECKPOINT", type=Path, help="run directory, or one of its checkpoints"
     )
-    export.add_argument("table", metavar="TABLE", help="its name")
+    export.add_argument("table", metavar="TABLE", help="name of the table")
     export.add_argument("out", metavar="OUT.parquet", type=Path, help="file to write")
 
 
@@ -92,30 +94,30 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a sweep: config, space and search."""
     parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
     add_changes(parser, "changes to the config, in every trial")
-    about = "what is searched: key=LOW..HIGH[:log|:STEP], key=[a, b], or a YAML file of such"
+    about = "what to search: key=LOW..HIGH[:log|:STEP], key=[a, b], or a YAML file with these"
     parser.add_argument("--space", metavar="FILE|key=…", nargs="+", action="extend", required=True, help=about)
-    about = "folder of the sweep; processes with one folder share its trials"
+    about = "folder of the sweep; processes with the same folder share its trials"
     parser.add_argument("--out", type=Path, required=True, help=about)
-    parser.add_argument("--trials", type=positive, default=40, help="how many there are to be, of all processes (40)")
-    parser.add_argument("--seeds", type=positive, default=1, help="how often each is trained: mean and spread (1)")
+    parser.add_argument("--trials", type=positive, default=40, help="number of trials, over all processes (40)")
+    parser.add_argument("--seeds", type=positive, default=1, help="trainings of each trial, for mean and spread (1)")
     parser.add_argument("--jobs", type=positive, default=1, help="trials at a time in this process (1)")
-    parser.add_argument("--metric", help="on data.valid; default: that of early stopping, or the model's first")
-    about = "few bytes of tables count beside the metric: a table of what is best at each size"
+    parser.add_argument("--metric", help="metric on data.valid; default: as in early stopping, or the model's first")
+    about = "also minimise the bytes of tables: a table with the best trial at each size"
     parser.add_argument("--bytes", action="store_true", help=about)
 
 
 def add_calibration(parser: argparse.ArgumentParser, devices: Iterable[str]) -> None:
     """Add the arguments of a calibration: the file of speeds, and what is measured."""
-    parser.add_argument("out", metavar="OUT.json", type=Path, help="what topology.speeds of a dry run names")
-    parser.add_argument("--device", choices=[*devices], default="auto", help="to measure (auto)")
-    about = "that compute, of a rank on CPU; default: as in training"
+    parser.add_argument("out", metavar="OUT.json", type=Path, help="file to write, for topology.speeds of a dry run")
+    parser.add_argument("--device", choices=[*devices], default="auto", help="device to measure (auto)")
+    about = "computing threads of a rank on CPU; default: as in training"
     parser.add_argument("--threads", type=positive, help=about)
 
 
 def add_out(parser: argparse.ArgumentParser, about: str, key: str) -> None:
     """Add what is written, and changes to a run's config, such as one of `key`."""
     parser.add_argument("out", metavar="OUT", type=Path, help=about)
-    add_changes(parser, f"changes to the run's config, as {key}")
+    add_changes(parser, f"changes to the config of the run, such as {key}")
 
 
 def add_changes(parser: argparse.ArgumentParser, about: str) -> None:

@@ -976,9 +976,9 @@ def main() -> None:
     parser.add_argument("command", choices=["predict", "recommend"])
     parser.add_argument("data", metavar="DATA", help="Parquet: a file, a folder or a glob")
     parser.add_argument("out", metavar="OUT.parquet")
-    parser.add_argument("--keep", type=names, help="columns to write beside, with commas")
+    parser.add_argument("--keep", type=names, help="columns to copy to OUT.parquet, separated by commas")
     parser.add_argument("--k", type=int, default=20, help="items for each row (20)")
-    parser.add_argument("--verify", action="store_true", help="compare checksums of large files of vectors, too")
+    parser.add_argument("--verify", action="store_true", help="also compare checksums of large files of vectors")
     words = parser.parse_args()
     try:
         print(f"{words.out}: {write(results_of(Scorer(Path(__file__).parent, words.verify), words), words):,} rows")

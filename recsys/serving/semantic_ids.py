@@ -167,9 +167,9 @@ def main(parser: Parser, arguments: Sequence[str]) -> int:
     """Carry out `recsys semantic-ids`, whose arguments the parser gets here; return the exit status 0."""
     parser.add_argument("vectors", metavar="VECTORS", type=Path, help="folder of `recsys embeddings RUN item`")
     parser.add_argument("out", metavar="OUT.parquet", type=Path, help="file to write: items with their codes, code_1 …")
-    parser.add_argument("--levels", type=positive, default=3, help="codes of an item (3)")
-    parser.add_argument("--codes", type=positive, default=256, help="how many there are of each level (256)")
-    parser.add_argument("--seed", type=int, default=1, help="of the k-means (1)")
+    parser.add_argument("--levels", type=positive, default=3, help="number of codes of an item (3)")
+    parser.add_argument("--codes", type=positive, default=256, help="number of different codes on each level (256)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the k-means (1)")
     words = parser.parse_args(arguments)
     if words.seed < 0:
         parser.error(f"--seed must be at least 0, got {words.seed}")
