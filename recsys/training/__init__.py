@@ -1,1 +1,1 @@
-"""The training loop and all around it: the run directory, evaluation, resume, a sweep of runs."""
+"""The training loop and what surrounds it: the run directory, evaluation, resume, sweeps of runs."""

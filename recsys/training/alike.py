@@ -13,7 +13,7 @@ from recsys.config.values import flat
 from recsys.errors import UserError
 from recsys.runtime.world import World
 
-# Keys that may differ by rank: of how it works on its machine, and those that only rank 0 reads.
+# Keys that may differ between ranks: how a rank works on its machine, and what only rank 0 reads.
 _MAY_DIFFER = (
     *("run.name", "run.dir", "run.overwrite", "run.stop_file", "run.num_threads", "memory.budget", "topology."),
     *("data.num_threads", "data.prefetch_batches", "data.processes"),
@@ -22,7 +22,7 @@ _SEEN_WITHIN_S = 90.0  # NFS may not show a new file for a minute
 
 
 def check_alike(config: Config, world: World) -> None:
-    """Refuse a config that differs on some rank, as when one machine has another command line; collective.
+    """Refuse a config that differs on some rank, such as by another command line on one machine; collective.
 
     Ranks would wait for each other in different places, or silently train different things.
 
@@ -31,7 +31,7 @@ def check_alike(config: Config, world: World) -> None:
     """
     if world.world_size == 1:
         return
-    # Compared with references to the environment resolved, but shown as written: they may hold secrets.
+    # Compared with references to the environment resolved, but shown as written, since they may hold secrets.
     mine = config_text(replace(config, given=(None, None))), config_text(config)
     of_ranks = world.gather(mine)
     if len(set(of_ranks)) == 1:
@@ -48,7 +48,7 @@ def check_alike(config: Config, world: World) -> None:
 
 
 def check_shared(path: Path, world: World) -> None:
-    """Refuse a run directory that some rank does not see, and could not write checkpoints to; collective.
+    """Refuse a run directory that some rank does not see, to which it could write no checkpoints; collective.
 
     Args:
         path: of a file in it that rank 0 has made.
@@ -71,5 +71,5 @@ def _await(path: Path, rank: int) -> None:
 
 
 def _values(text: str) -> dict[str, Any]:
-    """Return the values of a config's text that all ranks must share, by dotted key."""
+    """Return the values in the text of a config that all ranks must share, by dotted key."""
     return {key: value for key, value in flat("", yaml.safe_load(text)) if not key.startswith(_MAY_DIFFER)}

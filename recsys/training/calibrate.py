@@ -148,7 +148,7 @@ def _fitted(speeds: Speeds, world: World, num_threads: int | None) -> Speeds:
 
 
 def _trained(config: Config, world: World, folder: Path) -> tuple[Load, tuple[float, float]]:
-    """Return the load of a step, and its seconds and those of them that training waited for data; of rank 0."""
+    """Return the load of a step, its seconds, and how many of them training waited for data; of rank 0."""
     inputs = open_inputs(config, world)
     built, topology = build_model(inputs), topology_of(config, world)
     data = data_facts(config, inputs, world.world_size)
@@ -162,7 +162,7 @@ def _trained(config: Config, world: World, folder: Path) -> tuple[Load, tuple[fl
         run_dir = world.from_rank_zero(lambda: Path(mkdtemp(dir=folder)))
         trainer = Trainer(inputs, built, run_dir, timeline)
         trainer.writer = lines_writer = _Lines()
-        if trainer.fit():  # by a signal, which has been taken for a request
+        if trainer.fit():  # by a signal, which was handled as a request to stop
             raise TerminatedError
         world.from_rank_zero(lambda: rmtree(run_dir))
         return lines_writer
@@ -186,7 +186,7 @@ class _Lines(Writer):
             self._values.append(line)
 
     def seconds(self, batch: int) -> tuple[float, float]:
-        """Return the seconds of a step, and those of them waiting for data, of the median line without the first."""
+        """Return the seconds of a step, and how many of them it waited for data: the median line, without the first."""
         times = [(batch / line["samples_per_s"], line["wait_share"]) for line in self._values[1:]]
         middle = statistics.median
         return middle(total for total, _ in times), middle(total * share for total, share in times)

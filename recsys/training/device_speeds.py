@@ -41,7 +41,8 @@ def measure_operators(world: World) -> dict[str, Any]:
 def _seconds(action: Callable[[torch.Tensor], Any], given: torch.Tensor, world: World) -> float:
     """Return the median seconds of an action on tensors like `given`, while all ranks do the same.
 
-    In a step, most of an operator's inputs are no longer in a core's own cache. Nor are these tensors, used in turn.
+    In a step, most inputs of an operator are no longer in the cache of a core. Neither are these tensors, which are
+    used in turn.
     """
     num_bytes = given.numel() * given.element_size()
     turns = cycle([given.clone() for _ in range(min(_MOST_TURNS, 1 + _TURNS_BYTES // num_bytes))])
@@ -84,7 +85,7 @@ def _batched(dtype: torch.dtype, world: World) -> Curve:
 
 
 def _operator(kind: str, size: int, device: torch.device) -> tuple[Callable[[torch.Tensor], Any], torch.Tensor]:
-    """Return an operator of a kind, and a tensor of which it reads and writes a number of bytes in all."""
+    """Return an operator of a kind, and a tensor for it, of which it reads and writes `size` bytes in all."""
     if kind == "plain":
         return lambda numbers: numbers * 2, torch.ones(size // 8, device=device)
     if kind == "costly":
@@ -99,7 +100,7 @@ def _operator(kind: str, size: int, device: torch.device) -> tuple[Callable[[tor
 
 
 def _moved(kind: str, world: World) -> Curve:
-    """Return the time of an operator by bytes, without that of a call, since calls are counted separately."""
+    """Return the time of an operator by bytes, without the time of a call, since calls are counted separately."""
     times = [(float(size), _seconds(*_operator(kind, size, world.device), world)) for size in (64, *_BYTES)]
     return [(size, max(seconds - times[0][1], 1e-9)) for size, seconds in times[1:]]
 

@@ -59,7 +59,7 @@ def metrics_of(evaluator: Evaluator, world: World, needed: str | None = None) ->
 
 
 def check_metric(needed: str | None, metrics: Collection[str]) -> None:
-    """Raise a UserError if a metric that `metric_names` of the model names is not among those of its evaluator."""
+    """Raise a UserError if the model names a metric in `metric_names` that its evaluator does not give."""
     if needed is not None and needed not in metrics:
         raise UserError(
             f"config key 'model.name': metric_names of the model's Config names {needed}, but its evaluator's compute "
@@ -94,7 +94,7 @@ def evaluator_of(
     """Return an evaluator that has been given the outputs for a dataset; collective.
 
     Args:
-        model: with its own forward, so that a training pipeline that replaced it must be detached before.
+        model: with its own forward; a training pipeline that has replaced it must be detached before.
         role: of the dataset in `inputs.datasets`.
         stop_requested: called before every batch.
         pipeline: of the model, detached from it; default: a new one.
@@ -116,7 +116,7 @@ def evaluator_of(
                     units = (np.zeros(len(output.batch.weights), np.uint64),) if keeps else ()
                     evaluator.update(output.outputs, output.batch, *units)
                     task.done += 1
-                    del output  # the memory of its batch is free before another is made
+                    del output  # frees the memory of its batch before another is made
             return evaluator
     finally:
         model.train()
@@ -128,7 +128,7 @@ def item_vectors(
     stop_requested: Callable[[], bool] = lambda: False,
     pipeline: Pipeline | None = None,
 ) -> ItemVectors:
-    """Return the vectors of all items, of which each rank holds those of its rows; collective."""
+    """Return the vectors of all items; each rank holds those of its rows; collective."""
     assert inputs.corpus is not None
     loader, count = inputs.loader("items"), 0
     vectors, positions = torch.zeros(0, inputs.config.model.needs().vector_dim), torch.zeros(0, dtype=torch.int64)
@@ -164,7 +164,7 @@ def outputs_of(
     give_back = GiveBack()
     with closing(loader.batches()) as batches:
         for _ in range(loader.steps_left(Position(), 1)):
-            # Asked at each batch, since an evaluation may outlast the time from a signal to the kill that follows.
+            # Asked at each batch: an evaluation may take longer than the time between a signal and the kill after it.
             if world.sum(torch.tensor(float(stop_requested()))) > 0:
                 raise EvaluationStopped
             yield pipeline.progress(batches)

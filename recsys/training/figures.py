@@ -1,4 +1,4 @@
-"""Figures of a run beside its losses and metrics, for metrics.jsonl and the trackers."""
+"""Figures of a run besides its losses and metrics, for metrics.jsonl and the trackers."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def step_figures(built: Built, config: Config, state: TrainState, factor: float,
     """Return learning rates, gradient norm, loss scale, this rank's memory, epoch and rows, after a step.
 
     Args:
-        factor: of the learning rates, by the schedule. loader: of data.train.
+        factor: factor of the learning rates in the schedule. loader: of data.train.
     """
     half, optimizer = built.step.dense, config.optimizer
     rates = {"dense": optimizer.dense.learning_rate * factor, "tables": optimizer.tables.learning_rate * factor}
@@ -52,7 +52,7 @@ def log_tables(writer: Writer, step: int, inputs: Inputs, built: Built, state: T
 def log_row_norms(writer: Writer, step: int, tables: dict[str, Any], world: World) -> None:
     """Write a histogram of the norms of each table's rows, with bins between `NORM_LIMITS`; collective.
 
-    In a table split by columns these are norms of the parts of rows. Norms beyond the last limit go into the last bin.
+    In a table split by columns, these are norms of parts of rows. Norms beyond the last limit are in the last bin.
     """
     limits = torch.from_numpy(NORM_LIMITS).float()
     for name, weights in tables.items():

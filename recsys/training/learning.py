@@ -40,12 +40,12 @@ def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> 
     """Return the inputs with their facts, and with a config whose vocabulary tables have as many rows as they need.
 
     Args:
-        run_dir: where the facts are saved, for when the run goes on.
+        run_dir: where the facts are saved, for a later resume.
         source: what the run starts from; facts go with the tensors that are loaded from it.
 
     Raises:
-        UserError: on every rank, for vocabularies other than the source's or too long for their table, and for ids
-            of another type than the source's.
+        UserError: on every rank, for vocabularies that differ from those of the source or are too long for their table,
+            and for ids whose type is not that of the source.
     """
     config, world = inputs.config, inputs.world
     if source is not None and source.init is not None and source.init.tables is not Take.none:
@@ -65,16 +65,16 @@ def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> 
     learned = Inputs(config, inputs.datasets, inputs.corpus, world, facts)
     if rows is not None:
         facts = learned.facts = _with_row_counts(learned, facts, rows)
-    # A run that goes on keeps its files as they are, since its checkpoints hold their checksums.
+    # A resumed run keeps its files as they are, since its checkpoints hold their checksums.
     new = Facts(row_counts=facts.row_counts if rows else {}) if goes_on else facts
     world.from_rank_zero(lambda: new.save(run_dir / FACTS))
-    learned.facts = replace(facts, unseen_runs={})  # only a next run needs them, and reads them from the file
-    give_unused_back()  # the memory of counting, which is done once
+    learned.facts = replace(facts, unseen_runs={})  # only the next run needs them, and reads them from the file
+    give_unused_back()  # frees the memory of counting, which is done only once
     return learned
 
 
 def _check_ids(inputs: Inputs, source: Source) -> None:
-    """Refuse ids that are numbers here and were texts in the run whose tables are taken, or the reverse."""
+    """Refuse ids that are numbers here and were texts in the run whose tables are loaded, or the reverse."""
     there = kept_schema(footers_of(source.path) / "train.footers")
     here = {dataset.key: dataset.schema for dataset in inputs.datasets.values()}
     check_types(inputs.config, {**here, f"data.train of '{source.path}', which train.init_from takes": there})
@@ -135,8 +135,8 @@ def _learned(
 def _kept_ids(
     config: Config, inherited: Facts, vocabularies: dict[str, pa.Array], measured: Facts
 ) -> dict[str, KeptIds]:
-    """Return the ids of each table's vocabulary whose weights are inherited, and log how many they are."""
-    kept, overflowing = {}, deciding_tables(config)  # those hand the ids that they lack room for to the next expert
+    """Return the vocabulary ids of each table whose weights are inherited, and log how many there are."""
+    kept, overflowing = {}, deciding_tables(config)  # these hand ids that do not fit to the next expert
     for name, before in inherited.vocabularies.items():
         table = config.tables[name]
         kept[name] = measured.kept.get(name) or KeptIds(len(before))
@@ -155,7 +155,7 @@ def _kept_ids(
 
 
 def _more_room(table: str, evict_after: int | None) -> str:
-    """Return advice on how more new ids get rows of their own."""
+    """Return advice on how to give more new ids rows of their own."""
     key = "train.init.evict_after_runs"
     other = "" if evict_after == 1 else f", or lower {key}={evict_after}"
     if evict_after is None:
@@ -164,7 +164,7 @@ def _more_room(table: str, evict_after: int | None) -> str:
 
 
 def _warn_of_files(config: Config, kept: dict[str, KeptIds], vocabularies: dict[str, pa.Array]) -> None:
-    """Warn of files of ids that keep growing tables from growing, or their ids from being evicted."""
+    """Warn of files of ids that prevent growing tables from growing, or ids from being evicted."""
     for name, ids in kept.items():
         key = f"tables.{name}.vocabulary"
         if len(vocabularies[name]) == ids.num_ids:
@@ -185,7 +185,7 @@ def _inherited(config: Config, source: Source, tables: Iterable[str]) -> Facts:
     if init is not None:
         here, there = meaning(config), marker.meaning
         differing = [key for key in {**here, **there} if here.get(key) != there.get(key)]
-        # Of features alone: a table, a layer or an optimizer may have a feature's name.
+        # Only of features: a table, a layer or an optimizer may have the name of a feature.
         changed = {key.split(".")[1] for key in differing if key.startswith("features.")}
         floats = [name for name in floats if name not in changed and init.dense is not Take.none]
         saved = marker.facts if init.tables is not Take.none else ()
@@ -247,7 +247,7 @@ def _given(tables: dict[str, TableConfig], inherited: Facts, source: Source | No
 
 
 def _compare_files(tables: dict[str, TableConfig], facts: Facts) -> None:
-    """Warn of vocabulary files that differ from the vocabulary that a run goes on with."""
+    """Warn of vocabulary files that differ from the vocabulary that a resumed run uses."""
     for name, table in tables.items():
         path = Path(table.vocabulary or "")
         if path.is_file() and not read_vocabulary(path).equals(facts.vocabularies[name]):
@@ -271,7 +271,7 @@ def _request(
     features = [name for name in role_features(config, "train") if config.features[name].table == table]
     settings = config.tables[table]
     columns = tuple(dict.fromkeys(column_of(config, name) for name in features))
-    # Of experts by frequency, each has ids that those before it have not.
+    # With experts by frequency, each has the ids that no expert before it has.
     _, experts = experts_with(config, table) or (None, [table])
     after = tuple(name for name in experts[: experts.index(table)] if name in to_count)
     taken = tuple(known[name] for name in experts if name in known and name != table)

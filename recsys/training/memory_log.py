@@ -38,9 +38,9 @@ class MemoryLog:
         world.from_rank_zero(lambda: _clear(folder))
         with Task("predicting memory", is_shown=world.rank == 0):
             self._prediction, self._layers = world.from_rank_zero(self._predict)
-        for problem in misfits(self._prediction.ranks, self._topology):  # the system may kill what takes too much
+        for problem in misfits(self._prediction.ranks, self._topology):  # the system may kill what uses too much
             logger.warning("the run is predicted not to fit: %s; recsys dry-run shows what needs the memory", problem)
-        # While all ranks are there: their tables do not change any more.
+        # While all ranks are alive: their tables no longer change.
         weights, states = built.tensors.tables(), built.tensors.table_optimizer()
         self._tables = table_entries(config, built.shards, world.rank, weights, states)
 

@@ -99,10 +99,10 @@ def _use_of_experts(config: Config, ids: dict[str, dict[str, Any]]) -> dict[str,
 
 
 def closing_lines(result: dict[str, Any], reports: list[dict[str, Any]], run_dir: Path, go_on: str) -> list[str]:
-    """Return the last lines of the log: metrics, the peak of memory, where results are, how to go on.
+    """Return the last lines of the log: metrics, peak memory, where the results are, and how to continue.
 
     Args:
-        reports: of memory, of every rank. go_on: for a run that was stopped.
+        reports: of memory, of every rank. go_on: command for a run that was stopped.
     """
     lines = [f"{role}: {show_metrics(metrics)}" for role, metrics in result["metrics"].items()]
     fullest = max(reports, key=lambda report: report["peak"]["measured_bytes"])
@@ -120,7 +120,7 @@ def closing_lines(result: dict[str, Any], reports: list[dict[str, Any]], run_dir
 
 
 def how_to_go_on(config: Config, run_dir: Path, world: World) -> str:
-    """Return the command line, or the call, that goes on with this run, as far as this process can know it."""
+    """Return the command line, or the call, that resumes this run, as far as this process can know it."""
     folder = as_value(run_dir)
     if is_called():
         words = json.dumps(f"run.dir={folder}", ensure_ascii=False)
@@ -135,7 +135,7 @@ def how_to_go_on(config: Config, run_dir: Path, world: World) -> str:
 
 
 def _command() -> list[str]:
-    """Return the command line of the launcher, if it ends like this process's own, else that of this process."""
+    """Return the command line of the launcher, if it ends like that of this process, else that of this process."""
     own, words = sys.argv, list(sys.orig_argv)
     with suppress(psutil.Error, OSError):
         parent = psutil.Process(os.getppid()).cmdline()
@@ -150,10 +150,10 @@ def _command() -> list[str]:
 
 
 def is_finished(run_dir: Path, source: Source, inputs: Inputs, text: str) -> bool:
-    """Return whether a run that goes on is done already, with a config (`text`) that asks for nothing new.
+    """Return whether a resumed run is done already, and its config (`text`) asks for nothing new.
 
-    It is compared with result.json, since config.yaml may be of a later start that failed. A change of how to train
-    asks for nothing new if no step is left.
+    The config is compared with result.json, since config.yaml may be from a later start that failed. A change of how to
+    train is nothing new if no step is left.
     """
     try:
         result = Record(run_dir).result
@@ -170,7 +170,7 @@ def is_finished(run_dir: Path, source: Source, inputs: Inputs, text: str) -> boo
 
 
 def asked_of(text: str) -> list[str]:
-    """Return digests of a config: of all sections that change results, and of these but `train` and `optimizer`."""
+    """Return digests of a config: of all sections that change results, and of these except `train` and `optimizer`."""
     sections = re.split(r"\n(?=\S)", text.rstrip())
     whole = [section for section in sections if not section.startswith(("run:", "topology:", "memory:"))]
     evaluated = [section for section in whole if not section.startswith(("train:", "optimizer:"))]

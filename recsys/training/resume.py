@@ -1,4 +1,4 @@
-"""The start of training: from the beginning, a checkpoint of the same run, or another run's weights."""
+"""The start of training: from scratch, from a checkpoint of the same run, or from the weights of another run."""
 
 import shlex
 from contextlib import suppress
@@ -20,7 +20,7 @@ from recsys.training.build import Built
 
 
 def check_files(inputs: Inputs, source: Source) -> None:
-    """Refuse to go on with other files than a run was trained on.
+    """Refuse to resume a run with other files than it was trained on.
 
     Raises:
         UserError: names the data set, and what has changed.
@@ -54,9 +54,9 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
     if source is not None and source.goes_on:
         state = source.marker.state
         loaded = load_tensors(source.path, source.marker, tensors, world)
-        if inputs.config.train.init_from is None:  # else it tells of the run's start, such as how many rows were new
+        if inputs.config.train.init_from is None:  # else it describes the start of the run, such as new rows
             world.from_rank_zero(lambda: loaded.write(run_dir / "loaded.json"))
-        # A checkpoint that was not trained in FP16 has no scale: the config's is the first.
+        # A checkpoint that was not trained in FP16 has no scale; the config gives the first one.
         if state.loss_scale is not None and inputs.config.precision.autocast is Autocast.fp16:
             scale = built.step.dense.loss_scale
             scale.value, scale.good_steps = state.loss_scale, state.loss_scale_good_steps
@@ -80,7 +80,7 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
 
 
 def _check_best(state: TrainState, path: Path, world: World) -> None:
-    """Forget the best step if its checkpoint is gone, such as removed as it was damaged; `path` is a newer one's."""
+    """Forget the best step if its checkpoint is gone, for example removed as damaged; `path` is a newer one."""
     step = state.best_step
     if step is not None and not world.from_rank_zero(lambda: path.with_name(name_of(step)).exists()):
         text = "the checkpoint of step %d, the best so far, is gone; the next evaluation counts as the best"
@@ -89,11 +89,11 @@ def _check_best(state: TrainState, path: Path, world: World) -> None:
 
 
 def _warn_unfinished(run_dir: Path, source: Source) -> None:
-    """Warn of a source run that is not finished, so that its weights are not fully trained."""
+    """Warn of a source run that is unfinished, whose weights are not fully trained."""
     step, record = source.marker.state.step, Record(run_dir)
     with suppress(UserError):  # the file is damaged
         is_done = record.result.get("status") == "done" and record.result["steps"] >= step
-        # Without metrics.jsonl, which a run makes at its start, this is a copy of checkpoints alone.
+        # Without metrics.jsonl, which a run makes at its start, this is only a copy of checkpoints.
         if not (is_done or record.status in ("done", "compressed")) and (run_dir / "metrics.jsonl").exists():
             text = "'%s' has not come to its end (%s), and these are its weights of step %d; let it go on first"
             logger.warning(text, run_dir, record.status, step)
@@ -106,7 +106,7 @@ def _fingerprints(inputs: Inputs) -> dict[str, str]:
 
 
 def _uses(config: Config) -> dict[str, str]:
-    """Return by role of data what of a state refers to its files, so that other files would change the run."""
+    """Return, by role of data, what in a state refers to its files; other files would change the run."""
     drawn = {"items": "sequence of drawn items"} if config.model.needs().sampled_items else {}
     metric = config.train.early_stop.metric
     compared = {} if metric is None else dict.fromkeys(("valid", "items"), f"best {metric}")
@@ -114,7 +114,7 @@ def _uses(config: Config) -> dict[str, str]:
 
 
 def _import_tables(inputs: Inputs, built: Built) -> dict[str, int]:
-    """Set rows of tables from files; return by table the number of updates of the optimizer's state in the file."""
+    """Set rows of tables from files; return, by table, the number of updates of the optimizer state in the file."""
     config, facts, updates = inputs.config, inputs.facts, {}
     for table, path in config.train.init.from_parquet.items():
         settings, targets = config.tables[table], built.tensors.to_load()

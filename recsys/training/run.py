@@ -60,7 +60,7 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
     """Train as the config says; return the exit status: 0 when done, 143 when a signal stopped it (after saving).
 
     Args:
-        publisher_of: makes what publishes the model in training, if the config asks for that.
+        publisher_of: makes the publisher of the model during training, if the config asks for one.
 
     Raises:
         UserError: a mistake in config or data.
@@ -81,7 +81,7 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
             settings = replace(asked.run, dir=store.get(_RUN_DIR).decode(), resume=True, overwrite=False)
             config = replace(asked, run=settings)
         instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda", world.world_size))
-        # The data first: a mistake in them leaves no run directory behind.
+        # Data come first: a mistake in them leaves no run directory behind.
         config = with_scores(config, world)
         footers = Path(scratch) / FOOTERS
         earlier = store.get(_LOCK).decode() if world.rank == 0 and store.check([_LOCK]) else None
@@ -106,7 +106,7 @@ class _Session:
 
     Attributes:
         footers: temporary folder with cached footers of the data, until they may go into the run directory.
-        instead: sentences on what the device does in place of settings that it lacks.
+        instead: sentences on what the device does instead of settings that it lacks.
     """
 
     run_dir: Path
@@ -166,7 +166,7 @@ def _train(
         trainer = Trainer(inputs, built, run_dir, timeline, source, session.enter, publisher)
     memory = MemoryLog(inputs, built, trainer, timeline, run_dir / "memory")
     world.from_rank_zero(lambda: save_plan(built.shards, world.world_size, run_dir / "plan.json"))
-    # Only now are the data checked to be those of the checkpoint, if there is one.
+    # Only now is it certain that the data are those of the checkpoint, if there is one.
     world.from_rank_zero(lambda: copy_files(session.footers, run_dir / FOOTERS))
     give_unused_back()  # the memory of planning and predicting
     session.explained.write = memory.write_alone
@@ -214,7 +214,7 @@ def _log_start(inputs: Inputs, session: _Session) -> None:
 
 
 def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[Inputs, list[Change]]:
-    """Return the inputs with facts of the data and, with memory.fit, a config that fits; and the changes for that.
+    """Return the inputs with facts of the data and, with memory.fit, a config that fits; also its changes.
 
     Raises:
         UserError: rows and numbers of the source would mean something else; raised before facts are measured, unless
@@ -246,12 +246,12 @@ def _write_unbuilt(folder: Path, world: World, status: str, sections: dict[str, 
 def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) -> Path:
     """Make the run directory and lock it, refuse or clear an earlier run in it, and save the config there.
 
-    Only a folder with a marker file is cleared, so that no other folder ever is.
+    Only a folder with a marker file is ever cleared.
     """
     run_dir = Path(config.run.dir) if config.run.dir else new_run_dir(config)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        # A copy of a run may lack the marker, which is hidden; going on clears nothing.
+        # A copy of a run may lack the marker, which is hidden; resuming clears nothing.
         goes_on = config.run.resume and any(run_dir.glob(f"checkpoints/step-*/{CHECKPOINT}"))
         is_run = (run_dir / MARKER).exists() or goes_on
         if not is_run and any(map(_is_of_others, beside_lock(run_dir))):
@@ -261,7 +261,7 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
             _clear(run_dir, config)
         (run_dir / MARKER).touch()
         (run_dir / "checkpoints").mkdir(exist_ok=True)
-        if not goes_on:  # else once the config is checked against the checkpoint
+        if not goes_on:  # otherwise after the config is checked against the checkpoint
             replace_file(run_dir / "config.yaml", _saved_text(config, config))
     except OSError as error:
         raise cannot_write("run.dir", run_dir, error) from error
@@ -269,10 +269,10 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
 
 
 def new_run_dir(config: Config) -> Path:
-    """Make a run directory with the name of the run and the time, where the config names none.
+    """Make a run directory named after the run and the time, if the config names none.
 
     Raises:
-        UserError: it cannot be made, or the run is to go on, which it could not in a new one.
+        UserError: it cannot be made, or the run is to resume, which is impossible in a new one.
     """
     if config.run.resume:
         raise UserError(
@@ -286,20 +286,20 @@ def new_run_dir(config: Config) -> Path:
 
 
 def _is_of_others(path: Path) -> bool:
-    """Return whether what lies in a folder without a run is more than a dry run with this run.dir has left there."""
+    """Return whether a folder without a run holds more than a dry run with this run.dir leaves there."""
     if path.name != "memory" or not path.is_dir():
         return True
     return any(file.name not in (DRY_RUN_PAGE, DRY_RUN_JSON) for file in path.iterdir())
 
 
 def _saved_text(config: Config, asked: Config) -> str:
-    """Return the text of config.yaml: the config, but with num_embeddings as asked for.
+    """Return the text of config.yaml: the config, except for num_embeddings, which are as the user set them.
 
-    Vocabularies may take fewer rows so far, and grow in another run.
+    Vocabularies may need fewer rows so far, and grow in another run.
     """
     bounds = {name: table.num_embeddings for name, table in asked.tables.items()}
     tables = {name: replace(table, num_embeddings=bounds[name]) for name, table in config.tables.items()}
-    # How to treat an earlier run is asked at each start, and no property of the run.
+    # How to treat an earlier run is set at each start, and is no property of the run.
     settings = replace(config.run, resume=False, overwrite=False)
     return config_text(replace(config, tables=tables, run=settings))
 
@@ -328,7 +328,7 @@ def _clear(run_dir: Path, config: Config) -> None:
 
 
 def _check_sources(run_dir: Path, config: Config) -> None:
-    """Refuse sources of a run that lie in the run directory, which is about to be cleared, or do not exist.
+    """Refuse sources of a run that do not exist, or lie in the run directory, which is about to be cleared.
 
     Raises:
         UserError: names the key; nothing is cleared.

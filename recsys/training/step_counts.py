@@ -1,4 +1,4 @@
-"""Counts of a run's steps: rows, losses, skipped steps; read at once, or a step later."""
+"""Counts of the steps of a run: rows, losses, skipped steps; read at once, or a step later."""
 
 from collections import deque
 from pathlib import Path
@@ -12,12 +12,12 @@ from recsys.step.output import StepOutput
 
 
 class StepCounts:
-    """Reads the totals of steps, and counts them in the run's state.
+    """Reads the totals of steps, and counts them in the state of the run.
 
     Args:
-        state: whose `epoch_rows`, `bad_steps`, `overflows` and loss scale are updated.
+        state: its `epoch_rows`, `bad_steps`, `overflows` and loss scale are updated.
         progress: gets rows and losses of each step.
-        run_dir: rows of a step that is not finite are written to `bad_steps` in it.
+        run_dir: its folder `bad_steps` gets the rows of steps that are not finite.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class StepCounts:
 
     def _check_bad_rows(self, step: int, num_bad: int) -> None:
         most = self._config.data.max_bad_rows
-        if num_bad > most:  # the same number on every rank, so all of them end here
+        if num_bad > most:  # the number is the same on every rank, so all of them end here
             raise UserError(
                 f"config key 'data.max_bad_rows' allows {most} rows of an epoch that cannot be read, found {num_bad} "
                 f"up to step {step} (the files are named in the logs of the ranks); repair them, or raise it"

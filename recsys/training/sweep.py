@@ -58,7 +58,7 @@ class Sweep:
     def run(self) -> int:
         """Run trials until there are `trials`, and write sweep.json, .md and .svg; return the exit status.
 
-        It is 0, or 130 or 143 if SIGINT or SIGTERM came before.
+        The status is 0, or 130 or 143 if SIGINT or SIGTERM came first.
 
         Raises:
             UserError: `out` holds another sweep, or every trial failed.
@@ -91,7 +91,7 @@ class Sweep:
         optuna = import_optuna()
         directions = ["maximize" if is_higher_better(self.metric) else "minimize", *["minimize"] * self.by_bytes]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of optuna about what is experimental
+            warnings.simplefilter("ignore")  # warnings of optuna about experimental features
             backend = optuna.storages.journal.JournalFileBackend(str(self._journal))
             storage = optuna.storages.JournalStorage(backend)
             sampler = optuna.samplers.TPESampler(constant_liar=True)  # others may be trying
@@ -141,7 +141,7 @@ class Sweep:
         except StoppedError:
             put_back(study, trial)
         except UserError as error:
-            trial.set_user_attr("error", error.args[0])  # in a line of the table; all of it is in the trial's log
+            trial.set_user_attr("error", error.args[0])  # for a line of the table; the log of the trial has all of it
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
             logger.warning("trial %d failed: %s", trial.number, error)
 
@@ -176,7 +176,7 @@ class Sweep:
         return float(result[self.metric])
 
     def _changes(self, run_dir: Path, words: Sequence[str], seed: int) -> list[str]:
-        """Return the changes to the config of one training; several at a time share the cores, unless they say how."""
+        """Return the changes to the config of one training; if several run at once, they share the cores by default."""
         changes = [*self.overrides, *words, f"seed={seed}", f"run.dir={as_value(run_dir)}", *OF_TRIALS]
         if self.jobs > 1 and load_config(self.config, changes).run.num_threads is None:
             changes.append(f"run.num_threads={max(1, num_cores() // self.jobs)}")
@@ -213,7 +213,7 @@ class Sweep:
 
 
 def table_bytes(config: Config, run_dir: Path) -> int:
-    """Return the bytes of the tables of a run as they are served: rows times the bytes of a row in its code."""
+    """Return the bytes of the tables of a run when served: rows times the bytes of a row in its code."""
     total = 0
     for name, table in config.tables.items():
         rows = table.num_embeddings

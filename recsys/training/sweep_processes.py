@@ -1,4 +1,4 @@
-"""Processes that share a search: signals that end one, and repetition of trials that a dead process has left."""
+"""Processes that share a search: signals that end one, and repetition of trials left by dead processes."""
 
 import json
 import os
@@ -30,7 +30,7 @@ class StoppedError(Exception):
 
 @dataclass
 class StopSignal:
-    """Flag of a signal that asks for the end, for all threads.
+    """Flag for all threads that a signal has asked for the end.
 
     Attributes:
         number: of the last signal, or 0. It is a plain number, since a handler must not wait for a lock.
@@ -40,7 +40,7 @@ class StopSignal:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Record SIGINT and SIGTERM inside the block, in place of ending this process."""
+        """Record SIGINT and SIGTERM inside the block, instead of ending this process."""
         with handled(_SIGNALS, self._keep):
             yield
 
@@ -50,9 +50,9 @@ class StopSignal:
             raise StoppedError
 
     def check_after(self, process: "subprocess.Popen[bytes]") -> None:
-        """Raise StoppedError if an ended process was ended by a signal that came here too.
+        """Raise StoppedError if another process was ended by a signal that this one got too.
 
-        Ctrl-C and schedulers signal all processes at once, so that this one's may still be on its way.
+        Ctrl-C and schedulers signal all processes at once, so the signal to this one may still be on its way.
         """
         until = time.monotonic() + (1.0 if process.returncode in _ENDED_BY_SIGNAL else 0.0)
         while not self.number and time.monotonic() < until:
@@ -74,7 +74,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def cut_torn(journal: Path) -> None:
-    """Truncate a journal before its first torn line, as of a full disk, so that it can be read again."""
+    """Truncate a journal before its first torn line, left for example by a full disk, so that it can be read again."""
     from optuna.storages.journal import JournalFileSymlinkLock
 
     if not journal.exists():
@@ -103,7 +103,7 @@ def _is_record(line: bytes) -> bool:
 
 @contextmanager
 def joined(study: Any, out: Path) -> Iterator[str]:
-    """Queue again the unfinished trials of dead processes; yield the name of this one, locked while it lives."""
+    """Requeue the unfinished trials of dead processes; yield the name of this one, locked while it lives."""
     processes = out / "processes"
     for trial in study.get_trials(deepcopy=False):
         if trial.state.name == "RUNNING" and _is_left(trial, processes):
@@ -120,7 +120,7 @@ def joined(study: Any, out: Path) -> Iterator[str]:
 
 def _is_left(trial: Any, processes: Path) -> bool:
     """Return whether the process of a trial has died; its lock folder, which shows it, is then removed."""
-    if (name := trial.user_attrs.get(PROCESS)) is None:  # it has only just begun, or died before it said its name
+    if (name := trial.user_attrs.get(PROCESS)) is None:  # it has only just begun, or died before it recorded its name
         return time.time() - trial.datetime_start.timestamp() > _NAMELESS_S
     if is_locked(processes / name):
         return False

@@ -28,7 +28,7 @@ _OF_SWEEP = {
 }
 # The other words of a trial: see `Space.parse`.
 OF_TRIALS = ("run.overwrite=true", "run.resume=false", "data.test=null", "train.publish.dir=null")
-_TRIED = 8  # combinations to try with a value before it is refused
+_TRIED = 8  # combinations to try a value with before it is refused
 
 
 def open_space(
@@ -59,7 +59,7 @@ def open_space(
 
 
 def import_optuna() -> Any:
-    """Import and return optuna, which logs errors alone from now on.
+    """Import and return optuna, which logs only errors from now on.
 
     Raises:
         UserError: it is not installed.
@@ -84,15 +84,15 @@ class Space:
     """Keys of a config with their ranges or choices.
 
     Attributes:
-        texts: by key `LOW..HIGH`, whole numbers where both are; with `:log` by their logarithm, with `:STEP` in steps;
-            or a list of choices, of any values.
+        texts: by key, `LOW..HIGH`, which are whole numbers if both are, with `:log` by logarithm and with `:STEP` in
+            steps; or a list of choices, of any values.
     """
 
     texts: dict[str, Any]
 
     @staticmethod
     def parse(words: Sequence[str]) -> "Space":
-        """Parse a space from words: each `key=RANGE`, `key=[a, b]`, or a YAML file of such.
+        """Parse a space from words: each is `key=RANGE`, `key=[a, b]`, or a YAML file with these.
 
         Raises:
             UserError: a word or a range is not valid.
@@ -122,7 +122,7 @@ class Space:
     def bounds(self) -> dict[str, list[Any]]:
         """Return, by key, low, high and step of a range (a number, `log` or None), or the choices of a list as JSON.
 
-        With a step, high is the last value that steps from low come to.
+        With a step, high is the last value that steps from low reach.
         """
         bounds: dict[str, list[Any]] = {}
         for key, text in self.texts.items():
@@ -140,7 +140,7 @@ class Space:
                 is_range &= all(map(math.isfinite, (*ends, step or 0)))
                 if is_range and step is not None:
                     ends[1] = _last_step(ends[0], ends[1], step)
-            except (ValueError, ArithmeticError):  # no number, one that no float holds, or more steps than can be told
+            except (ValueError, ArithmeticError):  # no number, one that no float holds, or too many steps
                 is_range = False
             if not is_range:
                 raise UserError(
@@ -179,12 +179,12 @@ class Space:
         ]
 
     def loaded(self, load: Callable[[list[str]], Config]) -> list[Config]:
-        """Load configs with lists of `key=value`, which cover all choices and of ranges both ends and a value between.
+        """Load configs with lists of `key=value` that cover all choices, and both ends of ranges and a value between.
 
         Combinations of values that do not fit each other are not refused: their trials fail, and others succeed.
 
         Raises:
-            UserError: a value fits none of some combinations of the other keys' values.
+            UserError: a value fits none of several combinations of values of the other keys.
         """
         configs: list[Config] = []
         fitting: set[str] = set()
@@ -193,7 +193,7 @@ class Space:
                 configs.append(load(words))
                 fitting.update(words)
             except UserError:
-                continue  # whichever of the words it is, it is found below
+                continue  # the word that caused it is found below
         choices = [[f"{key}={value}" for value in values] for key, values in self._checked().items()]
         for place, words in enumerate(choices):
             for word in (word for word in words if word not in fitting):
@@ -224,7 +224,7 @@ def _number(text: str) -> int | float:
 
 
 def _last_step(low: float, high: float, step: float) -> float:
-    """Return the last of low, low + step, low + 2 step, … up to high, as of the decimals that are written."""
+    """Return the last of low, low + step, low + 2 step, … up to high, computed with the decimals as written."""
     first, size = Decimal(str(low)), Decimal(str(step))
     last = first + (Decimal(str(high)) - first) // size * size
     return int(last) if isinstance(high, int) else float(last)

@@ -1,4 +1,4 @@
-"""Scores of a teacher on data.train, written before a run that is distilled from them begins."""
+"""Scores of a teacher on data.train, written before the run that learns from them begins."""
 
 import shlex
 import time
@@ -24,8 +24,8 @@ _POLL_S = 1.0
 def with_scores(config: Config, world: World) -> Config:
     """Return a config whose data.train has the scores of `train.distill.teacher`, if it names one; collective.
 
-    Rank 0 makes them by `recsys predict`. Existing scores of the same rows and columns are used, and those that another
-    run is writing are waited for.
+    Rank 0 makes them with `recsys predict`. Existing scores of the same rows and columns are used; if another run is
+    writing them, this one waits.
 
     Raises:
         UserError: data.train is a list, or the teacher cannot score it.

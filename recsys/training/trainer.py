@@ -37,7 +37,7 @@ from recsys.training.step_counts import StepCounts
 
 
 def num_steps(loader: Loader, config: Config, state: TrainState) -> int:
-    """Return the number of steps of the whole run, of which `state` has trained some."""
+    """Return the number of steps of the whole run, including those that `state` has trained."""
     total = state.step + loader.steps_left(state.position, config.train.epochs)
     return min(total, config.train.max_steps or total)
 
@@ -46,8 +46,8 @@ class Trainer:
     """Trains a built model to the end of its epochs, to `train.max_steps`, or to a stop signal.
 
     Args:
-        source: what it starts from, if anything.
-        enter_phase: called with the phase, and at a new step its number, when training makes progress.
+        source: what the run starts from, if anything.
+        enter_phase: called when training makes progress, with the phase and, at a new step, its number.
         publisher: publishes the model at the steps that it asks for, and at the end of training.
 
     Attributes:
@@ -128,7 +128,7 @@ class Trainer:
             while state.step < self._num_steps and not self._should_stop_early():
                 if self._run_until(min(self._num_steps, self._next_evaluation()), batches):
                     return True
-                # The pipeline holds no batch here: all that it was given are trained.
+                # The pipeline holds no batch here: it has trained all that it was given.
                 self._pipeline.detach()
                 if self._at_boundary():
                     return True
@@ -156,7 +156,7 @@ class Trainer:
         position, every = self.state.position, self._config.train.eval_every_epochs
         if every is None:
             return _is_due(self.state.step, self._config.train.eval_every_steps)
-        # After the last row of an epoch the position is that before the first of the next one.
+        # After the last row of an epoch, the position is before the first row of the next one.
         return position.num_rows == position.rows_before and _is_due(position.epoch, every)
 
     def _run_until(self, boundary: int, batches: Iterator[Batch]) -> bool:
@@ -174,7 +174,7 @@ class Trainer:
             self._advance(output, timed.seconds - waited)
             is_logged = state.step % train.log_every_steps == 0 or state.step == boundary
             stops = self._counts.read(but_the_last=not (is_logged or self._is_save_due() or train.check_every_step))
-            # A stop gets no line of its own, so that metrics.jsonl has the same lines as without it.
+            # A stop writes no line, so that metrics.jsonl has the same lines as without it.
             if is_logged:
                 self._log()
             if output.publish:
@@ -196,7 +196,7 @@ class Trainer:
 
     def _rates_factor(self, step: int) -> float:
         schedule = self._config.optimizer.schedule
-        # The factor of an earlier plateau schedule does not count once the schedule is another one.
+        # The factor of an earlier plateau schedule does not count under another schedule.
         plateau_factor = self.state.rate_factor if schedule.name is Schedule.plateau else 1.0
         return schedule_factor(schedule, self._num_steps, step) * plateau_factor
 
@@ -223,9 +223,9 @@ class Trainer:
             return self._stop_requested()
 
         with self.progress.pause():
-            give_unused_back()  # an evaluation cannot use memory that steps have freed, nor the reverse
+            give_unused_back()  # an evaluation cannot reuse memory that steps have freed, nor the reverse
             with self._timeline.phase("evaluation"):
-                # In training's pipeline, which is empty now: another one would take streams and memory of its own.
+                # Use the pipeline of training, which is empty now: another would need its own streams and memory.
                 metrics = evaluate_dataset(self._inputs, self._built.model, role, stop_requested, self._pipeline)
                 give_unused_back()
             self.metrics[role] = self.state.metrics[role] = metrics
@@ -243,7 +243,7 @@ class Trainer:
             return
         try:
             value = watched(metric, metrics)
-        except UserError:  # what has been trained is worth more than the metric
+        except UserError:  # the trained weights are worth more than the metric
             self._save()
             self._checkpoints.wait()
             raise
@@ -315,7 +315,7 @@ class Trainer:
                 self._publisher.publish(self.state.step, self._saved)
 
     def _saved(self) -> Path | UserError:
-        """Return the folder of this step's checkpoint, after saving it if it is not saved yet, or why that failed.
+        """Return the folder of the checkpoint of this step, saved now if it was not yet, or why that failed.
 
         Raises:
             UserError: an earlier checkpoint in the background could not be written.
@@ -323,7 +323,7 @@ class Trainer:
         self._checkpoints.wait()
         if self._saved_at != self.state.step:
             self._enter_phase("saving the checkpoint", self.state.step)
-            try:  # a failure is that of all ranks
+            try:  # it fails on all ranks
                 self._write_checkpoint()
                 self._checkpoints.wait()
             except UserError as error:
@@ -332,7 +332,7 @@ class Trainer:
         return self._checkpoints.path(self.state.step)
 
     def _stop_requested(self) -> bool:
-        """Return whether this rank asks to stop; a step's totals tell the other ranks."""
+        """Return whether this rank asks to stop; the others learn it from the totals of the step."""
         if self._checkpoints.failed:
             self._stop.request()  # all ranks stop at the same step, and waiting for the save raises its error
         return self._stop.requested()
