@@ -47,21 +47,22 @@ class Advice:
     def lines(self) -> list[str]:
         """Return it for people."""
         held = ", ".join(f"{name} {_mib(size)}" for name, size in self.holders)
-        lines = [f"what takes most, by the prediction: {held}"]
+        lines = [f"the largest holders, by the prediction: {held}"]
         for number, offer in enumerate(self.offers, start=1):
             enough = f" of {_mib(self.missing)} missing: not enough" if offer.missing else ", which is enough"
             saved = f"saves {_mib(offer.saved)}{enough if self.missing else ''}"
             lines.append(f"{number}. {offer.change} {saved} ({offer.change.full_cost})")
         if not self.missing:
-            return [*lines, "(by the prediction all fits: what else runs on this machine, or a limit, has the rest)"]
+            rest = "something else on this machine, or a limit, holds the rest"
+            return [*lines, f"(by the prediction everything fits: {rest})"]
         if self.first_is_enough:
             return [*lines, f"(memory.fit=true chooses by itself; {_STAYS_FREE})"]
         least = min([self.missing, *(offer.missing for offer in self.offers)])
         if in_vain := _in_vain(self.process):
-            return [*lines, f"no setting is enough, nor are more ranks: {in_vain}; it takes {_mib(least)} more"]
+            return [*lines, f"no setting is enough, nor are more ranks: {in_vain}; {_mib(least)} more is needed"]
         return [
             *lines,
-            f"no setting is enough: it takes {_mib(least)} more, more ranks, or smaller tables, layers or batches",
+            f"no setting is enough: {_mib(least)} more is needed, or more ranks, or smaller tables, layers or batches",
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -126,7 +127,7 @@ class Explained:
             parts |= advice.as_json()
             lines = advice.lines()
         except Exception as other:  # with no memory left, or for data that cannot be read
-            lines = [f"what would help cannot be told ({type(other).__name__}: {other})"]
+            lines = [f"what would help is not known ({type(other).__name__}: {other})"]
         self.write("out of memory", {"out_of_memory": parts})
         where = [] if self.folder is None else [f"the report is in {self.folder}"]
         raise UserError(first, *lines, *where) from error
@@ -162,7 +163,7 @@ def fit_inputs(inputs: Inputs) -> tuple[Inputs, list[Change]]:
     config, world = inputs.config, inputs.world
     changes = world.from_rank_zero(lambda: _fitting_changes(inputs, topology_of(config, world)))
     for change in changes:
-        kept = "" if change.saver is None else f"; memory.allow has {change.saver.name}: SOMETHING ELSE IS LEARNED"
+        kept = "" if change.saver is None else f"; memory.allow has {change.saver.name}: THIS CHANGES WHAT IS LEARNED"
         logger.warning("memory.fit: %s (%s%s)", change, change.cost, kept)
     changed = with_changes(config, changes)
     return Inputs(changed, inputs.datasets, inputs.corpus, world, inputs.facts), changes
@@ -183,7 +184,7 @@ def what_fits(fitter: Fitter, fitted: Fit, allow: Sequence[Saver]) -> str:
     """Return a sentence on how much memory.fit falls short, and what would be enough: `allow` of `Fitter.allowing`."""
     names = ",".join(saver.name for saver in allow)
     help_ = f"memory.allow=[{names}] would be enough" if allow else "nothing that memory.allow can list is enough"
-    otherwise = "otherwise take more ranks, smaller tables or a smaller train.global_batch_size"
+    otherwise = "otherwise use more ranks, smaller tables or a smaller train.global_batch_size"
     if in_vain := _in_vain(fitter.process()):
         otherwise = f"{in_vain}; give it more"
     return (

@@ -92,7 +92,7 @@ class Growth:
                 grown = describe_growth({kind: round(1000 * value) for kind, value in slopes.items()}, total)
                 what = "the GPU" if total == _GPU else "this process"
                 return (
-                    f"memory grows by {grown}: at this rate {what} takes more than the {size(limit)} that it may take "
+                    f"memory grows by {grown}: at this rate {what} exceeds its limit of {size(limit)} "
                     f"by about step {int(steps[-1] + num_steps):,} of {self._num_steps:,}"
                 )
         return None

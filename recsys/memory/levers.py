@@ -31,7 +31,7 @@ class Change:
     @property
     def full_cost(self) -> str:
         """The cost, with a note where something else is learned."""
-        return self.cost if self.saver is None else f"{self.cost}; something else is learned"
+        return self.cost if self.saver is None else f"{self.cost}; what is learned changes"
 
     def __str__(self) -> str:
         return " ".join(f"{key}={_shown(value)}" for key, value in self.settings.items())
@@ -62,7 +62,7 @@ def _micro_batches(config: Config, topology: Topology) -> Iterator[Change]:
     rows = min(rows, config.train.micro_batch_size or rows)
     while rows > _LEAST_ROWS:
         rows = max(_LEAST_ROWS, -(-rows // 2))
-        yield Change({"train.micro_batch_size": rows}, "smaller products of matrices, so slower steps")
+        yield Change({"train.micro_batch_size": rows}, "smaller matrix products, so slower steps")
 
 
 def _evaluation(config: Config, topology: Topology) -> Iterator[Change]:
@@ -139,7 +139,7 @@ def _caching(config: Config, topology: Topology) -> Iterator[Change]:
 
 def _to_host_memory(tables: Sequence[str]) -> Change:
     settings = {f"tables.{name}.compute_kernel": ComputeKernel.fused_uvm_caching for name in tables}
-    return Change(settings, "rows that the cache lacks come over the bus")
+    return Change(settings, "rows that are not in the cache come over the bus")
 
 
 def roomier_caches(config: Config, change: Change) -> Iterator[Change]:
@@ -222,7 +222,7 @@ def _fp16(config: Config, topology: Topology) -> Iterator[Change]:
 def _autocast(config: Config, topology: Topology) -> Iterator[Change]:
     if config.precision.autocast is Autocast.none:
         settings = {"precision.autocast": Autocast.bf16}
-        yield Change(settings, "products of matrices have 8 bits", Saver.bf16_autocast)
+        yield Change(settings, "matrix products have 8 bits", Saver.bf16_autocast)
 
 
 # From the cheapest to the dearest; each gives changes from the weakest to the strongest.

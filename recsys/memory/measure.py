@@ -131,13 +131,13 @@ class Timeline:
             self._begin()
 
     def check(self) -> None:
-        """Raise BudgetExceeded where this process has taken more than its budget."""
+        """Raise BudgetExceeded where this process has used more than its budget."""
         if self._budget is None:
             return
         peak = self.seen_bytes = max(rss(), *(span.peak_bytes for span in self.spans[-_RECENT_SPANS:]))
         if peak > self._budget:
             raise BudgetExceeded(
-                f"this process has taken {peak / 2**20:,.0f} MiB, and memory.budget allows {self._budget / 2**20:,.0f}"
+                f"this process has used {peak / 2**20:,.0f} MiB, but memory.budget allows {self._budget / 2**20:,.0f}"
             )
 
     def peak(self) -> Span:

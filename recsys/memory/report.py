@@ -162,10 +162,8 @@ def _summary(reports: list[dict[str, Any]]) -> list[str]:
     return [*sentences, f"No table is on {listed(idle)}"] if idle else sentences
 
 
-_OF_PROCESS = (
-    "peaks are of the process above its baseline, which is what it took after imports and the start of its group"
-)
-_OF_GPU = "peaks are of what torch's allocator gave out on the GPU"
+_OF_PROCESS = "peaks are of the process above its baseline, measured after imports and the start of its process group"
+_OF_GPU = "peaks are of what torch's allocator had allocated on the GPU"
 
 
 def _section(section: str, reports: list[dict[str, Any]]) -> dict[str, list[Cell]]:

@@ -98,7 +98,7 @@ def _aligned(rows: list[list[str]]) -> str:
 def compare_page(runs: Sequence[Record]) -> str:
     """Return a page with the results, the config keys that differ, and the curves of all runs over each other."""
     names = names_of(runs)
-    caption = "What differs in config.yaml; all other keys are alike"
+    caption = "What differs in config.yaml; all other keys are equal"
     config = table(caption, ["key", *names], differing_keys(runs), numbers=False)
     key = legend([(f"c{i % NUM_COLOURS}", name) for i, name in enumerate(names)])
     sections = {

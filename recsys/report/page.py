@@ -153,7 +153,7 @@ def _memory(run: Record) -> str:
         bars[f"rank {rank} predicted"] = {k.replace("_", " "): v for k, v in peak["by_kind_predicted"].items()}
         bars[f"rank {rank} measured"] = {"measured": peak["measured_bytes"] or 0}
     on_gpu = fullest[0]["identity"]["device"].startswith("cuda")
-    of = "what torch's allocator gave out on the GPU" if on_gpu else "the process above what it took after imports"
+    of = "what torch's allocator had allocated on the GPU" if on_gpu else "the process above what it used after imports"
     left_out = len(run.memory) - len(fullest)
     among = f" The {len(fullest)} fullest of {len(run.memory)} ranks are shown." if left_out else ""
     if run.config.get("run.profile_steps"):

@@ -20,7 +20,7 @@ REPORTED = ("torch", "torchrec", *FBGEMM, "pyarrow", "omegaconf", "numpy")
 FIRST_MINOR, LAST_MINOR = 6, 9
 TORCH_MINOR_OFFSET = 5
 
-SETUP = "`bash scripts/setup.sh` installs a set that goes together (without a clone: the wheel's extra cpu or cuda)"
+SETUP = "`bash scripts/setup.sh` installs matching versions (without a clone: the wheel's extra cpu or cuda)"
 
 
 def installed_versions() -> dict[str, str]:
@@ -91,7 +91,7 @@ def _check_installed(*names: str) -> None:
 def _torchrec_alone(fbgemm_cpu: str | None) -> str:
     # It requires fbgemm-gpu, beside which fbgemm-gpu-cpu must not be; so the extra cpu has to leave it out.
     minor = fbgemm_cpu and _minor(fbgemm_cpu, 1)
-    return f"; beside fbgemm-gpu-cpu take `pip install --no-deps 'torchrec==1.{minor}.*'`" if minor else ""
+    return f"; with fbgemm-gpu-cpu use `pip install --no-deps 'torchrec==1.{minor}.*'`" if minor else ""
 
 
 def _check_minors(versions: dict[str, str], fbgemm: str) -> None:

@@ -342,6 +342,6 @@ def as_lost_peer(error: Exception) -> LostPeerError | None:
     if isinstance(error, RuntimeError) and _LOST_PEER.search(text):
         # Without the place in gloo's or NCCL's source that stands before it, and the advice after it.
         first = re.sub(r"^(Gloo .* with )?\[\S*\]\s*", "", " ".join(text.split())).split(". ")[0][:120]
-        slow = "; one that works alone for long is waited for by run.stuck_after_s" if "Timed out" in first else ""
+        slow = "; run.stuck_after_s sets how long ranks wait for one that works alone" if "Timed out" in first else ""
         return LostPeerError(f"another rank ended or did not answer, see its own error ({first}){slow}")
     return None

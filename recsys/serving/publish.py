@@ -117,7 +117,7 @@ class Publisher:
             self._left_out = min(2**self._failures - 1, _MOST_LEFT_OUT)
             self._failures += 1
             when = f", after leaving out {self._left_out}" if self._left_out else ""
-            message = "step %d is not published as number %d (%s); training goes on, and publishes a whole one next%s"
+            message = "step %d is not published as number %d (%s); training continues, and publishes all rows next%s"
             logger.warning(message, step, self._number, problem, when)
         return problem is None
 

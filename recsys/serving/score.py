@@ -972,7 +972,7 @@ def names(text: str) -> list[str]:
 
 def main() -> None:
     """Predict or recommend; a mistake is one sentence, and status 1."""
-    parser = argparse.ArgumentParser(description="Score rows, or recommend items, with the model beside this file.")
+    parser = argparse.ArgumentParser(description="Score rows, or recommend items, with the exported model.")
     parser.add_argument("command", choices=["predict", "recommend"])
     parser.add_argument("data", metavar="DATA", help="Parquet: a file, a folder or a glob")
     parser.add_argument("out", metavar="OUT.parquet")

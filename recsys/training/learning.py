@@ -159,7 +159,7 @@ def _more_room(table: str, evict_after: int | None) -> str:
     key = "train.init.evict_after_runs"
     other = "" if evict_after == 1 else f", or lower {key}={evict_after}"
     if evict_after is None:
-        other = f", or set {key}, so that ids that come no more give their rows to new ones"
+        other = f", or set {key}, so that ids that no longer occur give their rows to new ones"
     return f"raise tables.{table}.num_embeddings{other}"
 
 

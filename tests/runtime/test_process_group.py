@@ -166,7 +166,7 @@ def test_a_rank_that_only_works_long_is_told_with_the_key_that_others_wait_by() 
     errors = ("[/w/gloo/x.cc:78] Timed out waiting 3000ms for recv operation to complete", "Connection closed by peer")
     refused = "Gloo connectFullMesh failed with [/w/gloo/p.cc:152] timed out connecting: SO_ERROR: Connection refused"
     slow, gone, unconnected = (str(as_lost_peer(RuntimeError(text))) for text in (*errors, refused))
-    assert slow.endswith("complete); one that works alone for long is waited for by run.stuck_after_s")
+    assert slow.endswith("complete); run.stuck_after_s sets how long ranks wait for one that works alone")
     assert gone.endswith("(Connection closed by peer)")
     assert unconnected.endswith("see its own error (timed out connecting: SO_ERROR: Connection refused)")
 

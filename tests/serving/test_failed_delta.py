@@ -64,9 +64,7 @@ def test_where_no_checkpoint_can_be_written_others_are_tried_ever_more_seldom(
                     tried.append(step)
                     publisher.publish(step, lambda: problem)
             assert tried == [10, 20, 40, 80, 160]
-            told = (
-                "(a checkpoint needs 2 bytes, and 'run' has 1 free); training goes on, and publishes a whole one next"
-            )
+            told = "(a checkpoint needs 2 bytes, and 'run' has 1 free); training continues, and publishes all rows next"
             lines = [line for line in caplog.messages if "is not published" in line]
             assert lines[0].endswith(told) and lines[4].endswith("after leaving out 15")
             monkeypatch.setattr(publish, "run_command", lambda *words, **options: None)
