@@ -214,6 +214,14 @@ def beside_lock(folder: Path) -> Iterator[Path]:
     return (path for path in folder.iterdir() if not path.name.startswith(LOCK_FILE))
 
 
+def lock_id(folder: Path) -> str:
+    """Return the `RunLock.id` that the lock of a folder has on this machine; empty where it has none."""
+    try:
+        return _parsed((folder / LOCK_FILE).read_bytes()).get("id", "")
+    except OSError:
+        return ""
+
+
 def is_locked(folder: Path) -> bool:
     """Return whether a run that is alive holds the lock of a folder, as far as this machine can tell."""
     path = folder / LOCK_FILE

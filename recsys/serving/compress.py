@@ -34,6 +34,7 @@ from recsys.serving.distill import check_student, train_student
 from recsys.serving.finished import Finished, find_run
 from recsys.serving.trials import Compression, Trials
 from recsys.tables.row_codes import row_bytes
+from recsys.training.alike import check_shared
 
 STEPS, IMPORTANCES = ("quantize", "prune", "neurons", "distill"), ("norm", "count", "gradient")
 _CUTS = 64  # shares of the rows or neurons that are not idle that pruning tries
@@ -104,6 +105,7 @@ def compress(run: Finished, trained: Config, out: Path, request: Request) -> int
     with open_run_world(run.config.run) as world, output_lock() as lock:
         world.agree(lambda: request.check(run, world.world_size))
         world.from_rank_zero(lambda: begin_folder(out, lock))
+        check_shared(out, lock, world, "OUT")
         start_logging(out / "logs", world.rank)
         _compress(run, trained, out, request, world)
         lock.check(now=True)

@@ -29,6 +29,7 @@ from recsys.serving.index import build_index, faiss
 from recsys.serving.parts import BLOCK_ROWS, Parts
 from recsys.serving.predict import Results, naming_data, scored, write_results
 from recsys.step.output import StepOutput
+from recsys.training.alike import check_shared
 
 _TOWERS = ("user", "item")  # in the order of a retrieval model's outputs
 _IDS_AT_ONCE = 1 << 16
@@ -83,6 +84,7 @@ def _write_table(run: Finished, table: str, out: Path, data: str | list[str] | N
         starts = range(0, vectors.num_ids, BLOCK_ROWS)
         rows = [min(BLOCK_ROWS, vectors.num_ids - start) for start in starts]
         parts = world.from_rank_zero(lambda: Parts.begin(out, vectors.task, rows, lock))
+        check_shared(out, lock, world, "OUT")
         start_logging(out / "_logs", world.rank)
 
         def tables_of(number: int) -> Iterator[pa.Table]:

@@ -25,6 +25,7 @@ from recsys.runtime.watchdog import open_run_world
 from recsys.serving.finished import Finished, OpenRun
 from recsys.serving.parts import BLOCK_ROWS, Parts
 from recsys.step.output import StepOutput
+from recsys.training.alike import check_shared
 from recsys.training.evaluation import outputs_of
 
 NUMBER = "number of the row"
@@ -117,6 +118,7 @@ def write_blocks(
     blocks = _blocks(inputs.datasets[role])
     with output_lock() as lock:
         parts = world.from_rank_zero(lambda: Parts.begin(out, task, [block.num_rows for block in blocks], lock))
+        check_shared(out, lock, world, "OUT")
         start_logging(out / "_logs", world.rank)
         opened.introduce()
         if not parts.is_done:

@@ -11,6 +11,7 @@ import yaml
 from recsys.config import Config, config_text
 from recsys.config.values import flat
 from recsys.errors import UserError
+from recsys.runtime.run_lock import RunLock, lock_id
 from recsys.runtime.world import World
 
 # Keys that may differ between ranks: how a rank works on its machine, and what only rank 0 reads.
@@ -47,25 +48,29 @@ def check_alike(config: Config, world: World) -> None:
             )
 
 
-def check_shared(path: Path, world: World) -> None:
-    """Refuse a run directory that some rank does not see, to which it could write no checkpoints; collective.
+def check_shared(folder: Path, lock: RunLock, world: World, what: str = "config key 'run.dir'") -> None:
+    """Refuse a folder that some rank does not see, and would write to on a disk of its own; collective.
+
+    By the lock, which no earlier run has left on that disk.
 
     Args:
-        path: of a file in it that rank 0 has made.
+        lock: of the folder, held on rank 0.
+        what: by which the user names the folder.
 
     Raises:
         UserError: on every rank; it names the rank and its machine.
     """
-    world.agree(lambda: _await(path, world.rank))
+    held = world.from_rank_zero(lambda: lock.id)
+    world.agree(lambda: _await(folder, held, world.rank, what))
 
 
-def _await(path: Path, rank: int) -> None:
+def _await(folder: Path, held: str, rank: int, what: str) -> None:
     deadline = time.monotonic() + _SEEN_WITHIN_S
-    while not path.exists():
+    while lock_id(folder) != held:
         if time.monotonic() > deadline:
             raise UserError(
-                f"config key 'run.dir': rank {rank} on {socket.gethostname()} does not see '{path}', which rank 0 has "
-                f"written; name a folder that all machines share, and start all ranks in the same one"
+                f"{what}: rank {rank} on {socket.gethostname()} does not see in '{folder}' what rank 0 has written "
+                f"there; name a folder that all machines share, and start all ranks in the same one"
             )
         time.sleep(0.1)
 

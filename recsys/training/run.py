@@ -90,7 +90,7 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
             explained.inputs = inputs = open_inputs(config, world, footers, known)
             run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config, lock, earlier))
             report_in(run_dir)
-            check_shared(run_dir / MARKER, world)
+            check_shared(run_dir, lock, world)
             if world.rank == 0:
                 store.set(_LOCK, lock.id)
             store.set(_RUN_DIR, str(run_dir))

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -11,11 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import ROOT, evaluate, run_recsys
+from launch import ROOT, evaluate, fork_train, run_recsys
 
 from recsys.models.label_metrics import auc
 from recsys.serving import parts as parts_module
 from recsys.serving import predict as predict_module
+from recsys.training import alike
 
 BLOCK_ROWS = 60
 
@@ -59,6 +61,14 @@ def small_blocks_and_an_end() -> None:
                 raise KeyboardInterrupt
 
     predict_module.scored = ended
+
+
+def on_a_disk_of_its_own() -> None:
+    """Let a relative OUT of rank 1 be another folder, as on a machine that does not share rank 0's."""
+    alike._SEEN_WITHIN_S = 0.5
+    if os.environ["RANK"] == "1":
+        os.mkdir("elsewhere")
+        os.chdir("elsewhere")
 
 
 def small_blocks_and_counts() -> None:
@@ -109,6 +119,13 @@ def test_any_number_of_ranks(nproc: int, run: Path, rows: pa.Table, alone: pa.Ta
     assert on_some.drop_columns("score").equals(alone.drop_columns("score"))
     np.testing.assert_allclose(on_some["score"].to_numpy(), alone["score"].to_numpy(), rtol=0, atol=1e-6)
     assert len(list((tmp_path / "out").glob("part-*"))) > nproc
+
+
+def test_rows_are_not_left_on_the_disk_of_a_rank(run: Path, rows: pa.Table, tmp_path: Path) -> None:
+    arguments = ("predict", str(run), folder_of(rows), "out")
+    done = fork_train(*arguments, nproc=2, cwd=tmp_path, before=on_a_disk_of_its_own, program="recsys")
+    assert done.returncode == 1 and "error: OUT: rank 1 on " in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "elsewhere" / "out").exists()
 
 
 def test_a_block_leaves_nothing_in_memory(run: Path, rows: pa.Table, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from launch import ROOT
 
 from recsys.config import Config, load_config
 from recsys.errors import UserError
+from recsys.runtime.run_lock import RunLock
 from recsys.training import alike
 from recsys.training.alike import check_alike, check_shared
 
@@ -55,14 +56,27 @@ def test_what_the_environment_says_may_be_a_secret(monkeypatch: pytest.MonkeyPat
         check(*configs)
 
 
-def test_a_run_directory_that_a_rank_does_not_see_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else training goes on up to its first checkpoint, and a run that goes on calls its checkpoints corrupt."""
-    monkeypatch.setattr(alike, "_SEEN_WITHIN_S", 0.2)
-    world: Any = SimpleNamespace(rank=1, agree=lambda action: action())
-    with pytest.raises(
-        UserError, match=r"'run.dir': rank 1 on \S+ does not see '.*/marker', .* that all machines share"
-    ):
-        check_shared(tmp_path / "marker", world)
-    monkeypatch.setattr(alike, "_SEEN_WITHIN_S", 30)
-    threading.Timer(0.3, (tmp_path / "marker").touch).start()
-    check_shared(tmp_path / "marker", world)
+@pytest.mark.parametrize("what", ["config key 'run.dir'", "OUT"])
+def test_a_folder_that_a_rank_does_not_see_is_refused(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else training goes on up to its first checkpoint, a run that goes on calls its checkpoints corrupt, and what a
+    rank predicts stays on a disk of its own."""
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    for folder in (shared, own):
+        folder.mkdir()
+        with RunLock() as lock:  # an earlier run, which left a lock on each of the machines
+            lock.take(folder)
+            copy = (folder / ".lock").read_text()
+        (folder / ".lock").write_text(copy)
+    with RunLock() as lock:
+        lock.take(shared)
+        world: Any = SimpleNamespace(rank=1, agree=lambda action: action(), from_rank_zero=lambda action: action())
+        check_shared(shared, lock, world, what)
+        monkeypatch.setattr(alike, "_SEEN_WITHIN_S", 0.2)
+        said = rf"^{what}: rank 1 on \S+ does not see in '{own}' what rank 0 .* that all machines share"
+        with pytest.raises(UserError, match=said):
+            check_shared(own, lock, world, what)
+        monkeypatch.setattr(alike, "_SEEN_WITHIN_S", 30)
+        threading.Timer(0.3, lambda: (own / ".lock").write_bytes((shared / ".lock").read_bytes())).start()
+        check_shared(own, lock, world, what)
