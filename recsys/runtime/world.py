@@ -7,7 +7,6 @@ import platform
 import re
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +19,7 @@ from recsys.config import Device
 from recsys.errors import EchoError, LostPeerError, StuckError, UserError, is_out_of_memory, system_problem
 from recsys.runtime.environment import keep_freed_memory
 from recsys.runtime.launch import is_launched, local_ranks
+from recsys.runtime.rendezvous import agree_on_prefix
 from recsys.runtime.threads import computing_threads
 
 T = TypeVar("T")
@@ -290,7 +290,7 @@ def _init_process_group(device: torch.device, timeout: timedelta) -> tuple[dist.
     store = launch_store
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            store = dist.PrefixStore(_agree_on_prefix(launch_store, rank, world_size, timeout), launch_store)
+            store = dist.PrefixStore(agree_on_prefix(launch_store, rank, world_size, timeout), launch_store)
         store.compare_set(FAILURE_KEY, "", "")
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except RuntimeError as error:  # as where a rank has ended between the store and the connections
@@ -309,31 +309,6 @@ def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
             f"ranks do not find each other by {place} ({cause}); name the machine of rank 0 and a port that is free "
             f"there, the same on all, and start all {os.environ['WORLD_SIZE']} of them"
         ) from error
-
-
-def _agree_on_prefix(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Return a name that rank 0 chooses, the same on all ranks, and another at each start of the ranks.
-
-    torchrun --max-restarts keeps its store. Without a prefix, gloo would now and then take the address of a process of
-    the last start for its peer's, and fail. The count of restarts will not do: machines may count differently.
-    """
-    own = uuid.uuid4().hex
-    if rank > 0:
-        store.set(f"start/{rank}", own)
-        prefix = store.get(f"start/answer/{own}").decode()
-        store.set(f"start/{prefix}/{rank}", "")
-        return prefix
-    missing, deadline = set(range(1, world_size)), time.monotonic() + timeout.total_seconds()
-    while missing:
-        if time.monotonic() > deadline:
-            raise LostPeerError(f"rank {min(missing)} did not start in {timeout.total_seconds():.0f} s")
-        for other in sorted(missing):
-            if store.check([f"start/{other}"]):  # left by the last start, maybe: then nobody takes the answer
-                store.set(f"start/answer/{store.get(f'start/{other}').decode()}", own)
-            if store.check([f"start/{own}/{other}"]):
-                missing.remove(other)
-        time.sleep(0.01)
-    return own
 
 
 def as_lost_peer(error: Exception) -> LostPeerError | None:

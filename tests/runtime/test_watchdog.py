@@ -17,9 +17,11 @@ from launch import forking
 
 from recsys.config import Device
 from recsys.errors import LostPeerError, StuckError
+from recsys.runtime import rendezvous
 from recsys.runtime import watchdog as watchdog_module
+from recsys.runtime.rendezvous import agree_on_prefix
 from recsys.runtime.watchdog import Beat, Watchdog
-from recsys.runtime.world import _agree_on_prefix, open_world
+from recsys.runtime.world import open_world
 
 LIMIT_S = 100.0
 
@@ -166,7 +168,7 @@ def test_ranks_agree_on_a_prefix_whatever_an_earlier_start_left() -> None:
         prefixes: dict[int, str] = {}
 
         def start(rank: int, prefixes: dict[int, str] = prefixes) -> None:
-            prefixes[rank] = _agree_on_prefix(store.clone(), rank, world_size, timeout)  # type: ignore[attr-defined]
+            prefixes[rank] = agree_on_prefix(store.clone(), rank, world_size, timeout)  # type: ignore[attr-defined]
 
         threads = [threading.Thread(target=start, args=(rank,), daemon=True) for rank in range(world_size)]
         for thread in threads[attempt:] + threads[:attempt]:
@@ -178,3 +180,16 @@ def test_ranks_agree_on_a_prefix_whatever_an_earlier_start_left() -> None:
         assert not used & set(prefixes.values())
         used |= set(prefixes.values())
         store.set("start/2", f"of a rank that was ended at once, {attempt}")
+
+
+def test_ranks_that_wait_for_others_to_start_say_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the others have ended in a mistake before, which the machines of these tell, or do not come at all."""
+    monkeypatch.setattr(rendezvous, "_TELL_AFTER_S", 0.2)
+    for rank, said in ((0, "waits for 3 of 4 ranks to start, the first of them rank 1"), (1, "waits for rank 0 to st")):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
+        with pytest.raises((LostPeerError, dist.DistStoreError)):
+            agree_on_prefix(store, rank, 4, timedelta(seconds=1))
+        assert f"rank {rank} {said}" in caplog.text and len(caplog.records) == 1
+        caplog.clear()
