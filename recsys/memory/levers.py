@@ -30,7 +30,7 @@ class Change:
 
     @property
     def full_cost(self) -> str:
-        """The cost, with a note where something else is learned."""
+        """The cost, with a note where what is learned changes."""
         return self.cost if self.saver is None else f"{self.cost}; what is learned changes"
 
     def __str__(self) -> str:

@@ -76,10 +76,7 @@ KEYS = {
     "log of an id": ("features.hour.log1p=true", ["'features.hour.log1p' is for features of type float"]),
     "clip": ("features.price.clip=[3, 1]", ["'features.price.clip' must be a lower and an upper bound", "found [3"]),
     "length of a float": ("features.price.max_length=3", ["'features.price.max_length' is for features of type id"]),
-    "boundaries": (
-        "features.hour.boundaries=[3, 1]",
-        ["'features.hour.boundaries' must be one or more ascending numbers"],
-    ),
+    "boundaries": ("features.hour.boundaries=[3, 1]", ["hour.boundaries' must be one or more ascending numbers"]),
     "end of a list": ("features.history.keep=lats", ["must be one of first, last", "did you mean 'last'?"]),
     "hashes of identity": ("tables.hour.num_hashes=2", ["'tables.hour.num_hashes' is for mapping: hash"]),
     "count of a hash": ("tables.user.min_count=2", ["'tables.user.min_count' is for mapping: vocabulary", "hash"]),
@@ -96,10 +93,7 @@ KEYS = {
         "tables.x={num_embeddings: 9, embedding_dim: 8}",
         ["'tables.x': no feature uses this table"],
     ),
-    "dot in a name": (
-        "features={a.b: {table: user}}",
-        ["'features': 'a.b' is not a valid name", "use letters, digits"],
-    ),
+    "dot in a name": ("features={a.b: {table: user}}", ["'features': 'a.b' is not a valid name", "use letters"]),
     "items for a ranker": ("data.items=x", ["'data.items'", "dlrm"]),
     "evaluations": ("train={eval_every_steps: 9, eval_every_epochs: 1}", ["exclude each other", "to null"]),
     "metric without evaluations": ("train.early_stop.metric=auc", ["needs train.eval_every_epochs"]),

@@ -310,7 +310,7 @@ def test_a_dry_run_that_nothing_fits_says_what_would_be_enough() -> None:
         config = replace(config, memory=replace(config.memory, allow=tuple(found.allow)))
         *_, found = _fit(config, FACTS, topology_of(config), None)
         (line,) = found.sentences()
-    assert not found.missing and found.allow == [] and line.endswith("; something else is learned)")
+    assert not found.missing and found.allow == [] and line.endswith("; what is learned changes)")
     assert found.changes[0].saved == pytest.approx(20_000_000 * 7 * 4, rel=0.01)
 
 
@@ -346,7 +346,7 @@ def test_activations_that_are_too_large_are_told_with_what_helps(tmp_path: Path)
 
 def follow_first_advice(text: str, folder: Path, *options: str) -> None:
     advice = next(line for line in text.splitlines() if line.strip().startswith("1. "))
-    assert "which is enough" in advice and ("something else is learned" in advice) == (
+    assert "which is enough" in advice and ("what is learned changes" in advice) == (
         "data_type" in advice or "optimizer.tables" in advice
     )
     settings = advice.split(" saves ")[0].split("1. ")[1].split()

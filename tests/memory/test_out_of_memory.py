@@ -107,4 +107,4 @@ def test_a_run_that_is_predicted_not_to_fit_says_so_before_its_first_step(tmp_pa
     settings = "train.max_steps=1", "data.valid=null", "data.test=null", "topology.host_memory=100MiB"
     run_recsys("train", SAMPLE, f"run.dir={tmp_path / 'run'}", *settings)
     before, step, _ = (tmp_path / "run" / "logs" / "rank_0.log").read_text().partition("step 1/1")
-    assert step and "the run does not fit: the host memory of machine 0 would take" in before
+    assert step and "the run is predicted not to fit: the host memory of machine 0 would take" in before
