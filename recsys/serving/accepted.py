@@ -8,7 +8,7 @@ CodeMove = tuple[str, RowCode]  # change of a table to a code
 
 
 def most_accepted(last: int, is_accepted: Callable[[int], bool]) -> int:
-    """Return the largest accepted number up to `last`, if smaller are never worse; 0 needs no evaluation."""
+    """Return the largest accepted number up to `last`, if smaller ones are never worse; 0 needs no evaluation."""
     low, high = 0, last + 1
     number = last
     while high - low > 1:
@@ -18,10 +18,10 @@ def most_accepted(last: int, is_accepted: Callable[[int], bool]) -> int:
 
 
 def accepted_moves(moves: Sequence[CodeMove], is_accepted: Callable[[Sequence[CodeMove]], bool]) -> list[CodeMove]:
-    """Return the changes that are accepted together: the first ones, and later ones that are accepted beside these.
+    """Return the changes that are accepted together: the first ones, and later ones accepted in addition to these.
 
-    A table whose change is refused keeps the code that it has. Beside the bisection this takes about one evaluation for
-    each such table: after an accepted change, the next are tried two, four, eight at once.
+    A table whose change is refused keeps its code. Besides the bisection, this needs about one evaluation for each such
+    table: after an accepted change, the next ones are tried two, four, eight at once.
     """
     number = most_accepted(len(moves), lambda n: is_accepted(moves[:n]))
     chosen, remaining, size = list(moves[:number]), list(moves[number:]), 1
@@ -42,10 +42,10 @@ def cheapest_first(
     now: dict[str, RowCode],
     budget: float,
 ) -> list[CodeMove]:
-    """Return changes of code, each the one that saves most bytes per loss after those before it.
+    """Return changes of code; each is the one that saves most bytes per loss after those before it.
 
     Args:
-        losses, sizes: of single tables, by table and code; also of the code that a table has `now`.
+        losses, sizes: of single tables, by table and code; they include the code that a table has `now`.
         budget: losses far below it count as 0.
     """
     least, moves = max(budget, 1e-9) / 1000, list[CodeMove]()

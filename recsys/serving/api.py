@@ -46,7 +46,7 @@ from torch.distributed.run import main
 end_with_parent()
 main()
 """
-_worlds: dict[int, World] = {}  # one at most, by the number of the process that made it
+_worlds: dict[int, World] = {}  # at most one, under the number of the process that made it
 _open = ExitStack()  # leaves that world when the process ends
 _LIST_VIEWS = (pa.ListViewType, pa.LargeListViewType)
 
@@ -54,7 +54,7 @@ Data = Any  # a path of Parquet files or a list of these, an Arrow table, or a d
 
 
 def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes: int = 1) -> "Run":
-    """Train in processes of their own, and open the finished run. Ctrl-C ends them as it ends the command.
+    """Train in processes of their own, and open the finished run. Ctrl-C ends them, as it does the command.
 
     Args:
         config: a YAML file, or its content, in which paths are relative to the current folder. overrides: `key=value`,
@@ -76,7 +76,7 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes
             torchrun = ["-c", _TORCHRUN, "--standalone", "--local-addr=127.0.0.1"]
             launcher = [*torchrun, f"--nproc_per_node={num_processes}", *launcher]
         command = [sys.executable, *launcher, str(path), *overrides, f"run.dir={as_value(run_dir)}"]
-        error_file = Path(folder) / "error.json"  # torchrun copies the first error of a rank to its own such file
+        error_file = Path(folder) / "error.json"  # torchrun copies the first error of a rank to its own file of errors
         try:
             if status := run_attended(command, {**environment_of_called(), LAUNCHER_FILE: str(error_file)}):
                 raise read_launcher_error(error_file) or subprocess.CalledProcessError(status, command)
@@ -84,7 +84,7 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes
             if loaded.run.dir is None:
                 with suppress(OSError):  # it holds a run
                     Path(run_dir).rmdir()
-    return open_run(run_dir, trust_code=True)  # whoever trains a class has named it
+    return open_run(run_dir, trust_code=True)  # the user who trains a class has named it
 
 
 def _config_file(config: Any, folder: Path) -> Path:
@@ -109,7 +109,7 @@ def _config_file(config: Any, folder: Path) -> Path:
 
 
 def _plain_values(value: Any) -> Any:
-    """Return values as a config takes them: paths as texts, NumPy's numbers as Python's."""
+    """Return values in the types of a config: paths as texts, numbers of NumPy as those of Python."""
     if isinstance(value, Mapping):
         return {name: _plain_values(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -136,7 +136,7 @@ class Run:
     """A finished run with its model in memory.
 
     Results have a row for each row of the data, in the same order. `keep` names columns of the data that are returned
-    with them; default: those of ids that the model reads, without lists.
+    with them; default: columns of ids that the model reads, without lists.
     """
 
     def __init__(self, run: str, overrides: Sequence[str], trust_code: bool) -> None:
@@ -185,13 +185,13 @@ class Run:
 
 
 def _in_words_of_python() -> AbstractContextManager[None]:
-    """Make errors call the options of commands by the names of arguments, and DATA by its own."""
+    """Make errors name options of commands and DATA as the arguments of Python are named."""
     names = {"--trust-code": "trust_code=True", "--data": "`data`", "--keep": "`keep`"}
     return in_words({f"config key '{Given.key}'": Given.key, **names})
 
 
 def _check_alone() -> None:
-    """Refuse a process that is one of several ranks: each would get a part of the rows, or wait for the others.
+    """Refuse a process that is one of several ranks: each would get only part of the rows, or wait for the others.
 
     Raises:
         UserError: names the launcher or process group that this process belongs to.
@@ -224,9 +224,9 @@ def _check_not_forked() -> None:
 
 
 def _world(device: Device, num_threads: int | None) -> World:
-    """Return a world of this process alone, which lasts as long as the process; there is one at most.
+    """Return a world of only this process, which lasts as long as the process; there is at most one.
 
-    Threads that are set hold for the whole process, from the last run on that sets them.
+    A number of threads applies to the whole process; the last run that sets it decides.
 
     Raises:
         UserError: it was made for another device.
@@ -247,7 +247,7 @@ def _world(device: Device, num_threads: int | None) -> World:
 
 @contextmanager
 def _as_files(data: Data) -> Iterator[str | list[str]]:
-    """Yield paths of Parquet files with the data; tables are written to a folder of their own."""
+    """Yield paths of Parquet files with the data; tables are first written to a temporary folder."""
     if isinstance(data, str | Path):
         yield str(data)
     elif isinstance(data, list | tuple) and all(isinstance(path, str | Path) for path in data):
@@ -274,7 +274,7 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
 
 
 def _reason(data: Data, cause: BaseException | None) -> str:
-    """Return why Arrow has not taken a mapping or a data frame; of what is neither, its type tells all."""
+    """Return why Arrow refuses a mapping or a data frame; for anything else, its type says it all."""
     if isinstance(cause, OverflowError):
         return ", numbers from 2**63 on as uint64 of NumPy or Arrow"
     if cause is None or not (isinstance(data, Mapping) or hasattr(type(data), "columns")):
@@ -314,7 +314,7 @@ def _has_null_entry(array: pa.Array) -> bool:
 
 
 def _rebuilt(dtype: pa.DataType, replacement: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Return a type with `replacement` applied to each type that it is made of, and then to itself."""
+    """Return a type with `replacement` applied to each type inside it, and then to itself."""
     if pa.types.is_dictionary(dtype):
         dtype = pa.dictionary(dtype.index_type, _rebuilt(dtype.value_type, replacement), dtype.ordered)
     elif pa.types.is_struct(dtype):
@@ -327,7 +327,7 @@ def _rebuilt(dtype: pa.DataType, replacement: Callable[[pa.DataType], pa.DataTyp
 
 
 def _without_view(dtype: pa.DataType) -> pa.DataType:
-    """Return a type without views, as of Polars' texts, which Arrow does not write in structs and dictionaries."""
+    """Return a type without views, such as texts of Polars, which Arrow does not write in structs and dictionaries."""
     return {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(dtype, dtype)
 
 

@@ -1,14 +1,14 @@
-"""Compression of a finished run, step by step, as far as a metric allows: what is accepted is a run of its own.
+"""Compression of a finished run, step by step, as far as a metric allows. The result is a run of its own.
 
-1. *Quantise*: a code for the vectors of each table. Each table is tried alone in each code; then the codes that the
-   metric allows alone are taken in the order of bytes saved by loss, each that it allows beside those before; then the
-   linear layers of the dense part.
-2. *Prune*: rows of all tables go by their importance, the least first, as many as the metric allows.
-3. *Neurons* of the dense part go likewise, the least important for their weights first.
-4. *Distil*: a student of the run so far is trained, beside the scores of the run as it was, and taken if it is as good.
+1. *Quantise*: a code for the vectors of each table. Each table is first tried by itself in each code. Codes that the
+   metric then allows are tried in the order of bytes saved per loss; each is accepted if the metric allows it together
+   with those before. The linear layers of the dense part come last.
+2. *Prune*: rows of all tables are removed, the least important first, as many as the metric allows.
+3. *Neurons* of the dense part are removed likewise, those that matter least for the size of their weights first.
+4. *Distil*: a student of the run so far is trained, also on the scores of the original run, and used if it is as good.
 
-A metric allows what it would allow on 95 % of other data sets of the same size and kind too (`Loss.at_most`): a cut is
-the last that is allowed, so by the loss on these rows alone every second one would lose more elsewhere.
+A loss is allowed if it would be on 95 % of other data sets of the same size and kind (`Loss.at_most`). Each step goes
+as far as is allowed, so if only the loss on these rows decided, every second step would lose too much elsewhere.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ from recsys.tables.row_codes import row_bytes
 from recsys.training.alike import check_shared
 
 STEPS, IMPORTANCES = ("quantize", "prune", "neurons", "distill"), ("norm", "count", "gradient")
-_CUTS = 64  # shares of the rows or neurons that are not idle that pruning tries
+_CUTS = 64  # shares of the rows or neurons in use that pruning tries to remove
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Request:
 
     Attributes:
         steps: of `STEPS`, in order. The first k of n steps may lose k / n of the allowed loss together.
-        metric: on data.valid, or on data.test without it. max_loss: of the metric, as written, with 95 % confidence.
+        metric: on data.valid, or without it on data.test. max_loss: allowed loss of the metric, as written by the user,
+            with 95 % confidence.
         prune_by: of `IMPORTANCES`. student: of distill, `key=value` over the config so far.
         overrides: `key=value` that name other data. trust_code: import the class that a run names as its model.
     """
@@ -78,7 +79,7 @@ class Request:
         self.allowed(1.0)
 
     def allowed(self, value: float) -> float:
-        """Return the allowed loss of the metric at some value: `max_loss`, which may be a percentage of the value."""
+        """Return the allowed loss of the metric at a value: `max_loss`, which may be a percentage of the value."""
         is_share = self.max_loss.endswith("%")
         try:
             number = float(self.max_loss.removesuffix("%"))
@@ -96,7 +97,7 @@ def compress(run: Finished, trained: Config, out: Path, request: Request) -> int
 
     Args:
         trained: the config that the run was trained with.
-        out: folder of the new run, with compression.md, .json and .svg beside what runs have.
+        out: folder of the new run, which also gets compression.md, .json and .svg.
 
     Raises:
         UserError: the request or the data do not fit the model, or the folder is not empty.
@@ -142,7 +143,7 @@ def _compress(run: Finished, trained: Config, out: Path, request: Request, world
 
 
 def _stages(state: _State, request: Request, allowed: float, out: Path) -> tuple[list[Stage], _State]:
-    """Take the steps one after another; return the stage after each, and the final state."""
+    """Run the steps one after another; return the stage after each, and the final state."""
     stages, teacher = [Stage("as trained", "", state.trials.base)], state.trials
     takes: dict[str, _Step] = {"quantize": _quantize, "neurons": _neurons}
     takes["prune"] = partial(_prune, by=request.prune_by)
@@ -200,8 +201,8 @@ def _quantize(trials: Trials, before: Compression, budget: float) -> tuple[Compr
 def _code_moves(trials: Trials, before: Compression, budget: float) -> list[CodeMove]:
     """Return changes of tables to shorter codes, in the order of bytes saved per loss of each table alone.
 
-    The loss is the upper bound (`Loss.at_most`): by the loss on these rows, tables that are lucky there would come
-    first. Codes by which a table alone may lose more than is allowed are left out.
+    The loss is the upper bound (`Loss.at_most`): the loss on these rows would put lucky tables first. Codes with which
+    a table by itself may lose more than allowed are left out.
     """
     losses: dict[tuple[str, RowCode | None], float] = {}
     sizes: dict[tuple[str, RowCode | None], int] = {}
@@ -247,13 +248,13 @@ def _prune(trials: Trials, before: Compression, budget: float, by: str) -> tuple
 
 
 def _gone(compression: Compression, table: str) -> np.ndarray:
-    """Return the rows of a table that are pruned already, int64 [rows]."""
+    """Return the rows of a table that are already pruned, int64 [rows]."""
     pruning = compression.pruned.get(table)
     return np.zeros(0, np.int64) if pruning is None else (~pruning.kept).nonzero().flatten().numpy()
 
 
 def _cuts(number: int, idle: Sequence[int] = (0,)) -> np.ndarray:
-    """Return how many of `number` rows or neurons to try to prune, from 1 on; of the idle ones in front all or none."""
+    """Return how many of `number` rows or neurons to try to prune, from 1 on; idle ones, in front, all or none."""
     cuts = np.unique([*idle, *np.linspace(max(idle), number, _CUTS + 1).astype(int)])
     return cuts[cuts > 0]
 
@@ -294,9 +295,9 @@ def _neurons(trials: Trials, before: Compression, budget: float) -> tuple[Compre
 
 
 def _least_important(trials: Trials, before: Compression, importance: str) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Return the tables (by number) and rows of all rows that may still be pruned, the least important per byte first.
+    """Return table (by number) and row of all rows that may still be pruned, the least important per byte first.
 
-    Rows that are 0 come first, then those that data.train does not hold. The third value has the ends of these two
+    Rows that are 0 come first, then those that are not in data.train. The third value holds the ends of these two
     groups.
     """
     columns, unpruned = [], deciding_tables(trials.config)

@@ -81,7 +81,7 @@ def write_run(
 
 
 def narrow_tables(out: Path, config: Config, widths: Mapping[str, int]) -> None:
-    """Replace the checkpoint of a run of `write_run` by one with low-rank factors in place of tables.
+    """Replace the checkpoint of a run of `write_run` by one with low-rank factors instead of tables.
 
     A table becomes the product of the projections of its rows on their principal directions (the eigenvectors of
     rows.T @ rows, largest first), and a matrix of the dense part with these directions. The optimizer's state of such a
@@ -146,7 +146,7 @@ def _config(config: Config, compression: Compression, facts: Facts, out: Path) -
 
 
 def _facts(trials: Trials, compression: Compression) -> Facts:
-    """Return the facts of the compressed tables; a run that goes on counts again how often rows occur."""
+    """Return the facts of the compressed tables; a run that resumes counts again how often rows occur."""
     facts = trials.facts
     vocabularies, kept_rows = dict(facts.vocabularies), dict(facts.kept_rows)
     unseen_runs = unseen_runs_of(facts_of(trials.source.path), vocabularies)
@@ -167,7 +167,7 @@ def _facts(trials: Trials, compression: Compression) -> Facts:
 
 
 def _compacted(tensor: torch.Tensor, pruning: Pruning, shared: torch.Tensor | None) -> torch.Tensor:
-    """Return the kept rows, then the shared ones, [rows afterwards, …]."""
+    """Return the kept rows, then the shared ones, [remaining rows, …]."""
     if shared is None:
         shared = (pruning.weights @ tensor.float().view(len(tensor), -1)).view(tensor.shape[1:])
     rows = shared.to(tensor.dtype).expand(pruning.num_shared, *tensor.shape[1:])

@@ -40,9 +40,9 @@ def write_report(stages: list[Stage], trials: Trials, max_loss: str, allowed: fl
 
 
 def as_markdown(stages: list[Stage], metric: str, role: str) -> str:
-    """Return a table with a row for each stage; bytes of tables are those of rows whose ids data.train holds.
+    """Return a table with a row for each stage; bytes of tables count rows whose ids are in data.train.
 
-    Beside them stand those of all rows, which fall where rows of ids that were never seen are pruned.
+    A second column counts all rows; its bytes fall when rows of ids that were never seen are pruned.
     """
     first, has_test = stages[0].trial, stages[0].trial.test is not None
     header = ["Stage", "What was accepted", "Tables, bytes", "Less", "All rows, bytes", "Dense part, bytes"]
@@ -62,7 +62,7 @@ def as_markdown(stages: list[Stage], metric: str, role: str) -> str:
 
 
 def as_svg(stages: list[Stage], metric: str) -> str:
-    """Return a bar for the bytes of the tables after each stage, with the metric beside it."""
+    """Return a bar for the bytes of the tables after each stage, with the metric next to it."""
     trials, names = [stage.trial for stage in stages], [stage.name for stage in stages]
     lengths = [trial.seen_bytes / max(1, *(other.seen_bytes for other in trials)) for trial in trials]
     labels = [f"{trial.seen_bytes:,} bytes, {metric} {trial.metrics[metric]:.4f}" for trial in trials]

@@ -17,7 +17,7 @@ from recsys.runtime.logs import logger
 from recsys.serving.compressed_run import narrow_tables
 from recsys.training.taught import scored_path
 
-_PRUNED = "rows that prune keeps"  # in place of the file of kept rows, which does not exist yet
+_PRUNED = "rows that prune keeps"  # instead of the file of kept rows, which does not exist yet
 
 
 def check_student(teacher: Path, changes: Sequence[str], steps: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ def _acceptable(trained: Config, steps: Sequence[str]) -> Iterator[tuple[str, li
 
 
 def _check_rows(trained: Config, student: Config) -> None:
-    """Refuse another num_embeddings for a table that may have been pruned, whose kept rows go by their numbers."""
+    """Refuse another num_embeddings for a table that may have been pruned: its kept rows are known by number."""
     for name, table in student.tables.items():
         rows = trained.tables[name].num_embeddings if name in trained.tables else None
         if table.kept_rows == _PRUNED and table.num_embeddings != rows:
@@ -98,7 +98,7 @@ def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[st
         scores = folder / "scores"
         settings += [f"train.distill.teacher={as_value(teacher)}", f"train.distill.scores={as_value(scores)}"]
     run = folder / "student"
-    # Followers of the run's publications are to read the run's own model, not the student.
+    # Followers of the publications of the run must get its own model, not the student.
     words = ["train", str(start / "config.yaml"), "run.resume=false", "train.publish.dir=null"]
     words += [*settings, *changes, f"run.dir={as_value(run)}"]
     logger.info("recsys %s", shlex.join(words))
@@ -110,7 +110,8 @@ def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[st
 def _start_anew(start: Path, student: Config, narrow: Mapping[str, int]) -> None:
     """Make `start` a run to initialise a student from, with low-rank factors of the tables in `narrow`.
 
-    Its config gets the default train.init: files of vectors that the run itself started from would replace the weights.
+    Its config gets the default train.init; otherwise files of vectors that the run started from would replace the
+    weights.
     """
     student = replace(student, train=replace(student.train, init=InitConfig()))
     replace_file(start / "config.yaml", config_text(student))

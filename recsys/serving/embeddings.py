@@ -50,7 +50,7 @@ def embeddings(
         name: `item`, for the items of `data`, by default data.items; `user`, for the users of `data`; or a table, also
             written as tables.NAME, for its ids: those that occur in `data`, by default all that the run knows.
         out: as of `recsys.serving.predict.predict`.
-        keep: columns of the data to write beside the vectors of a tower; default: ids.
+        keep: columns of the data to write next to the vectors of a tower; default: ids.
         index: kind of a FAISS index of the vectors of items. queries: users to measure its recall on.
 
     Raises:
@@ -62,7 +62,7 @@ def embeddings(
     if index is not None:
         if table is not None or name != "item":
             raise UserError(f"--faiss indexes vectors of items, not of '{name}'; leave it out")
-        faiss()  # refuses before anything is computed
+        faiss()  # refuse before anything is computed
     if table is not None:
         return _write_table(run, table, out, data)
     given, keep = rows_of_tower(run, name, data, keep)
@@ -99,7 +99,7 @@ def table_of(run: Finished, name: str, keep: Sequence[str] | None) -> str | None
     """Return the table with a name, or None if the name is that of a tower.
 
     Raises:
-        UserError: it is neither, or columns are to be kept beside the vectors of a table.
+        UserError: it is neither, or columns are to be kept with the vectors of a table.
     """
     towers = _TOWERS if run.config.model.needs().item_id is not None else ()
     table = str(name).removeprefix("tables.")
@@ -119,7 +119,7 @@ def table_of(run: Finished, name: str, keep: Sequence[str] | None) -> str | None
 def rows_of_tower(
     run: Finished, tower: str, data: str | list[str] | None, keep: Sequence[str] | None
 ) -> tuple[Given, Sequence[str] | None]:
-    """Return the rows that a tower is to compute vectors of, and the columns to keep of them.
+    """Return the rows for which a tower is to compute vectors, and their columns to keep.
 
     Raises:
         UserError: neither arguments nor config name the rows.
@@ -175,7 +175,7 @@ class TableVectors:
     def tables(self, start: int, stop: int) -> Iterator[pa.Table]:
         """Yield columns `id` and `vector` of some ids; the rows of an id with several are pooled as by the model."""
         weights, pooling = self.marker.tensors[TABLES + self.table], self.run.config.tables[self.table].pooling
-        for first in range(start, max(stop, start + 1), _IDS_AT_ONCE):  # of no ids a table too, with none
+        for first in range(start, max(stop, start + 1), _IDS_AT_ONCE):  # without ids, yield a table without rows
             last = min(stop, first + _IDS_AT_ONCE)
             ids = pa.array(np.arange(first, last)) if self.ids is None else self.ids.slice(first, last - first)
             vectors = gather_rows(self.run.checkpoint, weights, self.mapping.rows(ids)).float()
@@ -188,7 +188,7 @@ def open_table(run: Finished, marker: Marker, world: World, table: str, data: st
     """Return the vectors of a table; collective.
 
     Args:
-        marker: of the run's checkpoint. data: with the ids; None: those that the run knows.
+        marker: of the checkpoint of the run. data: with the ids; None: those that the run knows.
 
     Raises:
         UserError: neither the run nor the data have the ids, or the data do not fit.
@@ -231,7 +231,7 @@ def _ids_in(run: Finished, world: World, table: str, data: str | list[str]) -> t
     features = {name: config.features[name] for name in role_features(config, "rows")}
     mine = {name: feature for name, feature in features.items() if feature.table == table and not feature.boundaries}
     present = world.from_rank_zero(lambda: column_names(Given.key, data, config.data.retries))
-    present.update(config.data.optional_columns)  # which the first file may lack, and others have
+    present.update(config.data.optional_columns)  # the first file may lack it, and others have it
     needed = {name: needed_columns(replace(config, features={name: feature}), "rows") for name, feature in mine.items()}
     chosen = {name: feature for name, feature in mine.items() if needed[name].keys() <= present} or mine
     config = replace(config, features=chosen)

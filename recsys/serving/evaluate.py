@@ -41,7 +41,7 @@ _Slices = Callable[[pa.Array], list[str]]
 
 
 def roles_of(run: Finished) -> list[str]:
-    """Return the datasets to evaluate: data.valid and data.test, or those of them that the user names.
+    """Return the datasets to evaluate: data.valid and data.test, or which of these the user names.
 
     Raises:
         UserError: there are none.
@@ -58,11 +58,11 @@ class Extras:
     """Results to compute besides the metrics of all rows.
 
     Attributes:
-        by: a column; metrics are computed for the rows of each of its values too.
+        by: a column; metrics are also computed for the rows of each of its values.
         cold: if above 0, slice by whether a value occurs less often than this in data.train, not by values.
         group: a column, such as that of users; labels get grouped AUC by it too.
         bootstrap: draws of rows, or groups, for intervals of the metrics.
-        importance: permutations of the values of each feature, to measure what the metrics lose by it.
+        importance: permutations of the values of each feature, to measure what the metrics lose.
     """
 
     by: str | None = None
@@ -84,7 +84,7 @@ def evaluate(run: Finished, roles: Sequence[str], extras: Extras = Extras()) -> 
     """Evaluate a run's model on some datasets; return the exit status, 0.
 
     The metrics, with run and checkpoint, are the last line of the output and in evaluations/TIME/result.json of
-    run.dir. data.train is read for `Extras.cold` alone: facts of it are in the run.
+    run.dir. data.train is read only for `Extras.cold`: its facts are in the run.
 
     Raises:
         UserError: the data do not fit the model, or the checkpoint is corrupt.
@@ -188,7 +188,7 @@ def _name(value: pa.Scalar) -> str:
         found = value.as_py()
         name = str(found + 0.0 if isinstance(found, float) else found)  # -0.0 and 0.0 are one value
         return repr(name) if name == "null" else name
-    except ValueError:  # a time with nanoseconds, which Python's has not
+    except ValueError:  # a time with nanoseconds, which Python does not have
         return value.cast(pa.string()).as_py()
 
 

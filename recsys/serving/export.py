@@ -50,7 +50,7 @@ _PROGRAMS = ("score.py", "serve.py", "follow.py")  # copied as they are
 def export(run: Finished, out: Path, tables: str = "fp32") -> int:
     """Export a finished run to a folder; return the exit status, 0.
 
-    The folder appears when all is written and compared with the run. Memory does not grow with the tables.
+    The folder appears once all is written and compared with the run. Memory does not grow with the tables.
 
     Args:
         out: a folder that does not exist, or is empty.
@@ -177,7 +177,7 @@ class _Export:
         if needs.item_id is not None:
             of_items = with_experts(config, needs.item_features)
             of_users = [name for name in features if name not in of_items]
-            # Copies: a vector that the model returns unchanged would give its input the name of the output.
+            # These are copies: if the model returns a vector unchanged, its input would get the name of the output.
             graphs.append(GraphSpec("user", "user.onnx", of_users, ["user"], lambda outputs: [outputs[0].clone()]))
             graphs.append(GraphSpec("item", "item.onnx", of_items, ["item"], lambda outputs: [outputs[1].clone()]))
         entries = {}
@@ -209,7 +209,7 @@ class _Export:
 
 
 def _route_entry(config: Config, table: str) -> dict[str, Any] | None:
-    """Return the manifest's entry on which ids a table is looked up for; None: for all."""
+    """Return the entry in the manifest for the ids that a table is looked up for; None: all ids."""
     experts, names = experts_with(config, table) or (None, [])
     if experts is None:
         return None

@@ -32,7 +32,7 @@ from recsys.tables.module_names import parameter_name
 _ALIGNED = 64  # bytes at which the weights of the ONNX graphs begin
 _PREFIX = "model."  # of names of weights in a graph
 _CLOSE = 1e-5
-_CLOSE_INT8 = 1e-2  # since a number halfway between two steps may be rounded to either
+_CLOSE_INT8 = 1e-2  # as a number halfway between two steps may be rounded to either
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
@@ -219,7 +219,7 @@ class DenseExport:
                     verbose=False,
                     custom_translation_table=translations(),
                 )
-        except Exception as error:  # of any type, by what the model does that cannot be exported
+        except Exception as error:  # its type depends on what the model does that cannot be exported
             reason = " ".join(str(error).split())[:300]
             raise UserError(
                 f"torch cannot export model '{type(self._model).__name__}' ({type(error).__name__}: {reason}); its "
@@ -269,18 +269,18 @@ class DenseExport:
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write what `torch.export` has made of a model.
+    """Write the program that `torch.export` has made of a model.
 
     Raises:
         OSError: it cannot be written; its `filename` is set.
     """
-    content = io.BytesIO()  # where torch itself cannot write a file, it tells no reason
+    content = io.BytesIO()  # if torch itself cannot write a file, it gives no reason
     torch.export.save(program, content)
     replace_file(path, content.getvalue())
 
 
 def translations() -> dict[Any, Any]:
-    """Return translations of PyTorch operators to ONNX, in place of the exporter's own, which will not do."""
+    """Return translations of PyTorch operators to ONNX that replace those of the exporter, which do not work here."""
     return {
         torch.ops.aten.repeat_interleave.Tensor: _repeat_interleave,
         torch.ops.aten.squeeze.dim: _squeeze,
@@ -299,7 +299,7 @@ def weight_chunks(model: nn.Module) -> Iterator[Any]:
 def _repeat_interleave(repeats: Any, output_size: Any = None) -> Any:
     """Translate repeat_interleave: the row of each id, from the number of ids of each row.
 
-    It is the cumulative sum of marks at the ends of rows. The exporter's own translation takes rows × ids of memory.
+    It is the cumulative sum of marks at the ends of rows. The translation of the exporter needs memory for rows × ids.
     """
     from onnxscript import opset18
 
@@ -314,8 +314,8 @@ def _repeat_interleave(repeats: Any, output_size: Any = None) -> Any:
 
 
 def _log_sigmoid(tensor: Any) -> Any:
-    """Say the logarithm of a sigmoid in ONNX; the exporter's own takes it of ONNX Runtime's sigmoid, which is right to
-    1e-7 and so to no digit where it is small."""
+    """Translate the logarithm of a sigmoid; the exporter takes the log of ONNX Runtime's sigmoid, which is right only
+    to 1e-7, and so to no digit if it is small."""
     from onnxscript import opset18
 
     op: Any = opset18

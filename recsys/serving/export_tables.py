@@ -37,7 +37,7 @@ class Files:
         """Write a file from chunks of bytes, synced; return its name.
 
         Args:
-            always_verified: the checksum is compared whenever the export is opened, whatever the file's size.
+            always_verified: the checksum is compared whenever the export is opened, whatever the size of the file.
         """
         path, total, size = self.folder / name, hashlib.sha256(), 0
         path.parent.mkdir(exist_ok=True)
@@ -104,8 +104,8 @@ def encoded(rows: torch.Tensor, encoding: str) -> torch.Tensor:
 
 
 def write_index(files: Files, name: str, ids: pa.Array, seed: int) -> dict[str, Any]:
-    """Write the hashes of distinct ids in order, the place of each id, and the texts if ids are texts; return the entry
-    in the manifest."""
+    """Write the sorted hashes of distinct ids, the place of each id, and the ids if they are texts; return the entry in
+    the manifest."""
     keys = read_keys(ids)
     hashes = keys.hashes(seed)
     places = np.arange(len(ids)) if keys.indices is None else np.argsort(keys.indices)

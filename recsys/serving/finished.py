@@ -1,4 +1,4 @@
-"""A finished run, opened for use: its config, its checkpoint, and its model with the checkpoint's weights."""
+"""A finished run, opened for use: its config, its checkpoint, and its model with the weights of the checkpoint."""
 
 import os
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from recsys.training.learning import learn_facts
 
 _NO_TRAINING = (
     *("train.early_stop.metric=null", "train.eval_every_steps=null", "train.eval_every_epochs=null"),
-    "optimizer.schedule.name=constant",  # one may go by the metric of early stopping
+    "optimizer.schedule.name=constant",  # one may depend on the metric of early stopping
 )
 _CHANGEABLE = ("data.", "run.", "train.eval_batch_size", "model.top_k", "model.metrics")
 
@@ -68,7 +68,7 @@ class Finished:
         return replace(self, checkpoint=self.checkpoint.absolute(), config=replace(self.config, data=data))
 
     def given(self, role: str, paths: str | list[str], keep: Sequence[str] | None) -> Given:
-        """Return rows to be scored, without the filter and limit of the run's own data, unless the user sets one."""
+        """Return rows to be scored, without the filter and row limit of the run, unless the user sets one."""
         filter = row_filter(self.config, role) if "data.filter" in self.changed else None
         max_rows = self.config.data.max_rows if "data.max_rows" in self.changed else None
         return Given(role, paths, tuple(keep or ()), filter, max_rows=max_rows)
@@ -78,9 +78,8 @@ def find_run(run: str, overrides: Sequence[str] = (), trust_code: bool = False) 
     """Find a run and its checkpoint.
 
     Args:
-        run: a run directory, of which the best checkpoint is used, or without early stopping the newest; or a
-            checkpoint.
-        overrides: `key=value` over the run's config, of keys that do not change the model.
+        run: a run directory, whose best checkpoint is used, or without early stopping the newest; or a checkpoint.
+        overrides: `key=value` over the config of the run, for keys that do not change the model.
         trust_code: whether a class that the run names as its model may be imported.
 
     Raises:
@@ -109,7 +108,7 @@ def _without_training(config: Config) -> Config:
         for name, table in config.tables.items()
     }
     sgd = OptimizerConfig(TableOptimizerConfig(TableOptimizer.sgd), DenseOptimizerConfig(DenseOptimizer.sgd))
-    # Without backward passes activations need no offload or checkpointing, neither of which torch can export.
+    # Without backward passes, activations need no offload or checkpointing; torch can export neither.
     init = InitConfig(optimizers=Take.none)
     train = replace(config.train, init=init, activation_checkpointing=False, activation_offload=False)
     return replace(config, tables=tables, optimizer=sgd, train=train)
@@ -119,7 +118,7 @@ def dense_weights(model: torch.nn.Module, source: Source) -> dict[str, LocalTens
     """Return the weights of a dense part by their names in a checkpoint.
 
     Raises:
-        UserError: the checkpoint has others, as where the user's own class has been changed since.
+        UserError: the checkpoint has others, for example since the user has changed the class.
     """
     weights = {DENSE + parameter_name(name): LocalTensor.of(value) for name, value in model.state_dict().items()}
     saved = {name: entry.size for name, entry in source.marker.tensors.items() if name.startswith(DENSE)}
@@ -139,7 +138,7 @@ class OpenRun:
         roles: datasets of the config to open. given: rows to be scored.
 
     Attributes:
-        forget_caches: to be called after a table was changed; as of `TableUpdates`.
+        forget_caches: to be called after a table was changed; see `TableUpdates`.
 
     Raises:
         UserError: the data do not fit the model, or the checkpoint is corrupt.
@@ -164,7 +163,7 @@ class OpenRun:
 
     def beside(self, roles: Sequence[str], *given: Given) -> Inputs:
         """Open other datasets for the model; arguments and errors as of the class."""
-        self._set_precision()  # since another run that was opened meanwhile has set its own
+        self._set_precision()  # another run that was opened meanwhile has set its own
         return self.inputs.beside(self._footers, roles, given)
 
     def _set_precision(self) -> None:

@@ -4,8 +4,8 @@
     follower = Follower("published", every_s=5)
     scores = follower.scorer.score(table)
 
-It needs what score.py needs, which lies beside this file. A publication is read in full before it is used, and a
-`follower.scorer` that was taken before stays as it was.
+It needs what score.py, in the same folder, needs. A publication is read in full before it is used, and a
+`follower.scorer` that was taken earlier does not change.
 """
 
 import json
@@ -21,7 +21,7 @@ from score import MANIFEST, ExportError, Scorer, read_manifest
 
 
 class Follower:
-    """Keeps a scorer at the newest publication.
+    """Keeps a scorer up to date with the newest publication.
 
     Args:
         folder: `train.publish.dir`. every_s: seconds between looks for publications, in a thread; None: only by
@@ -59,9 +59,9 @@ class Follower:
         Raises:
             ExportError: the next one is incomplete, out of order or altered; it is named, and not applied.
         """
-        deltas = self._numbers("delta")  # before bases: one that comes meanwhile may lie between deltas
+        deltas = self._numbers("delta")  # before bases, as a base that appears meanwhile may be between deltas
         if bases := self._numbers("base"):
-            is_cut_back = max(bases + deltas) < self.number  # as is one that is removed and published to anew
+            is_cut_back = max(bases + deltas) < self.number  # so is one that is removed and published to again
             if is_cut_back or not self._is_followed(bases[-1]):
                 self._open_base(bases[-1])
         while (folder := self._folder / f"delta-{self.number + 1:09d}").is_dir():
@@ -71,11 +71,11 @@ class Follower:
         return self.number
 
     def refresh_or_tell(self) -> None:
-        """Apply the publications since, and print problems to the standard error, each once."""
+        """Apply the publications since, and print problems to standard error, each once."""
         try:
             self.refresh()
             self.problem = None
-        except Exception as error:  # of any library: a file may vanish while it is read, and the thread must go on
+        except Exception as error:  # of any library: a file may vanish while it is read, and the thread must continue
             problem = str(error) if isinstance(error, ExportError) else f"{type(error).__name__}: {error}"
             if problem != self.problem:
                 print(f"error: {problem}; answers stay those of number {self.number}", file=sys.stderr, flush=True)

@@ -59,7 +59,7 @@ def neuron_importances(inputs: Inputs, step: Any, layers: Mapping[str, HiddenLay
 
 
 def _passes(inputs: Inputs, step: Any) -> Iterator[tuple[Batch, dict[str, Any], list[torch.Tensor | None]]]:
-    """Yield the batches of data.train, the vectors of their ids by feature, and the loss's gradients by the vectors."""
+    """Yield the batches of data.train, the vectors of their ids by feature, and the loss gradients by the vectors."""
     dense, loader = step.dense, inputs.loader("train")
     with closing(loader.batches()) as batches, _training(dense):
         for _ in range(loader.steps_left(Position(), 1)):
@@ -80,9 +80,9 @@ def _passes(inputs: Inputs, step: Any) -> Iterator[tuple[Batch, dict[str, Any], 
 
 @contextmanager
 def _training(dense: Any) -> Iterator[None]:
-    """Set a model to training mode, for the outputs that its losses take, but without dropout, and without FP16.
+    """Set a model to training mode, for the outputs that its losses need, but without dropout and FP16.
 
-    There gradients overflow now and then, at which a step of training is left out, and the scale of the loss halved.
+    In FP16, gradients overflow now and then; training then skips a step and halves the scale of the loss.
     """
     model, autocast = dense.model, dense.autocast
     if autocast is torch.float16:

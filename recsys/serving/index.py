@@ -1,4 +1,4 @@
-"""FAISS index of the vectors in a folder of Parquet files, and its recall of the exact best."""
+"""FAISS index of the vectors in a folder of Parquet files, and its recall of the exact best items."""
 
 import json
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def faiss() -> Any:
 
 
 def build_index(folder: Path, kind: str, queries: np.ndarray | None, source: str) -> None:
-    """Write `_index.faiss`, by inner product, whose ids are numbers of rows, and `_index.json` with its recall.
+    """Write `_index.faiss`, by inner product with row numbers as ids, and `_index.json` with its recall.
 
     The index is built in memory. IVF-PQ has about 4·√rows lists, of which a sixteenth is searched, and a byte for two
     numbers of a vector, or less if there are few vectors to learn from; for a single vector it is flat.
@@ -100,8 +100,8 @@ def _sample(folder: Path, num_rows: int, number: int) -> np.ndarray:
 def _recall(folder: Path, queries: np.ndarray, nearest: np.ndarray) -> float:
     """Return the share of `nearest`, int64 [queries, k], that is as good as the exact k best.
 
-    What counts are products with the query, up to rounding: of items with equal vectors, as those of ids that share
-    a table row, any is as good as another.
+    Products with the query count, up to rounding: among items with equal vectors, such as ids that share a table row,
+    any is as good as another.
     """
     k = nearest.shape[1]
     best, scores, first = torch.empty(len(queries), 0), np.full(nearest.shape, -np.inf, np.float32), 0

@@ -1,4 +1,4 @@
-"""Pruning of hidden neurons of a model's MLPs: the layers where it is possible, and weights without some neurons."""
+"""Pruning of hidden neurons in the MLPs of a model: layers where it is possible, and weights without some neurons."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ class HiddenLayer:
     """A layer of an MLP whose outputs only one linear layer reads.
 
     Attributes:
-        key, place: of its width, in the model's section of the config and in the list under the key.
+        key, place: where its width is: the key in section `model` of the config, and the place in its list.
         own: the layer itself. following: the one that reads it. parameters: names of its weight and bias. next: name of
             the weight of the one that reads it.
         num_weights: of a neuron, its own and those in `following`.
@@ -35,7 +35,7 @@ class HiddenLayer:
 def hidden_layers(model: nn.Module, config: ModelConfig) -> dict[str, HiddenLayer]:
     """Return, by name, the layers of `ModelConfig.mlps` whose neurons can be pruned; the last layer of an MLP cannot.
 
-    Nor can layers that are normalised: there the outputs of neurons depend on each other.
+    Neither can layers that are normalised: there, the outputs of neurons depend on each other.
     """
     modules, layers = dict(model.named_modules()), dict[str, HiddenLayer]()
     for key, path in config.mlps.items():
@@ -53,9 +53,9 @@ def hidden_layers(model: nn.Module, config: ModelConfig) -> dict[str, HiddenLaye
 
 @torch.no_grad()
 def hide_neurons(layers: Mapping[str, HiddenLayer], kept: Mapping[str, torch.Tensor]) -> None:
-    """Set the weights of neurons that are not kept to 0, in place; the model then computes what it would without them.
+    """Set the weights of neurons that are not kept to 0, in place; the model then computes as if they were gone.
 
-    Those before a neuron are set too: in INT8 its output would otherwise count in the scale of its row.
+    The weights before a neuron are set too: in INT8, its output would otherwise count in the scale of its row.
 
     Args:
         kept: by layer, bool [width].
@@ -72,7 +72,7 @@ def hide_neurons(layers: Mapping[str, HiddenLayer], kept: Mapping[str, torch.Ten
 def without_neurons(
     parameter: str, tensor: torch.Tensor, layers: Mapping[str, HiddenLayer], kept: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return a parameter, or an optimizer's state of its elements, rows or columns, with kept neurons only.
+    """Return a parameter, or the optimizer state of its elements, rows or columns, with only the kept neurons.
 
     Args:
         kept: by layer, bool [width].
@@ -87,7 +87,7 @@ def without_neurons(
 
 
 def narrower(config: ModelConfig, layers: Mapping[str, HiddenLayer], kept: Mapping[str, torch.Tensor]) -> Any:
-    """Return the model's section with the widths after pruning."""
+    """Return the section `model` with the widths after pruning."""
     widths: dict[str, Any] = {layers[name].key: list(getattr(config, layers[name].key)) for name in kept}
     for name, marks in kept.items():
         widths[layers[name].key][layers[name].place] = int(marks.sum())

@@ -1,4 +1,4 @@
-"""Folder of Parquet files that all ranks write, block by block; an interrupted command goes on after the last block.
+"""Folder of Parquet files that all ranks write, block by block; an interrupted command resumes after the last block.
 
 The rows are cut into blocks. Each rank writes consecutive rows of a block to a part file of its own, so that the parts,
 sorted by name, have the rows in order. When all parts of a block are written, the block is recorded as done.
@@ -22,7 +22,7 @@ from recsys.runtime.parquet import write_parquet
 from recsys.runtime.run_lock import RunLock, beside_lock
 from recsys.runtime.world import World
 
-BLOCK_ROWS = 1 << 20  # about; an interruption costs that many
+BLOCK_ROWS = 1 << 20  # approximate; an interruption costs this many
 _STATE = "_state.json"  # readers of Parquet folders skip names with an underscore in front
 _SHAPE = {"task": {}, "rows": [int], "done": int}
 
@@ -47,7 +47,7 @@ class Parts:
         """Make or reuse a folder, and remove parts of an unfinished block of an interrupted attempt.
 
         Args:
-            lock: taken before the folder is read, which another process may be writing.
+            lock: locked before the folder is read, as another process may be writing it.
 
         Raises:
             UserError: the folder holds something else, or another process writes to it.
@@ -84,7 +84,7 @@ class Parts:
         with Task("writing", sum(self.rows), "rows", world.rank == 0) as self.progress:
             while not self.is_done:
                 write_parquet(self.folder / f"part-{self.done:05d}-{world.rank:05d}.parquet", tables_of(self.done))
-                give_unused_back()  # a block's loader and pipeline leave holes in the heap, too small for the next ones
+                give_unused_back()  # loader and pipeline of a block leave holes in the heap, too small for the next
                 world.barrier()
                 lock.check(now=True)
                 self.done += 1

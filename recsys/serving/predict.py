@@ -1,4 +1,4 @@
-"""Scores of rows, and the best items of users, as Parquet files row for row in the order of the data."""
+"""Scores of rows, and the best items of users, as Parquet files with rows in the order of the data."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,9 +36,9 @@ def predict(run: Finished, data: str | list[str], out: Path, keep: Sequence[str]
     """Write a folder of Parquet files with the scores of all rows; return the exit status, 0.
 
     Args:
-        data: as data.test: a directory, glob, file, or list of these; it needs no labels.
+        data: as for data.test, a directory, glob, file, or list of these; it needs no labels.
         out: a folder that does not exist, is empty, or holds the same predictions, unfinished.
-        keep: columns of the data to write beside `score`; default: those of ids that the model reads, without lists.
+        keep: columns of the data to write next to `score`; default: columns of ids that the model reads, without lists.
 
     Raises:
         UserError: the data do not fit the model, or the folder holds something else.
@@ -50,8 +50,8 @@ def recommend(run: Finished, data: str | list[str], out: Path, k: int = 20, keep
     """Write the best `k` items of data.items for each row of users; return the exit status, 0.
 
     The columns are `items`, raw ids, best first, and `scores`. Items in the row's list of data.seen_column are left
-    out, and with data.candidates_column those not in its list; so there may be fewer than `k`. Arguments and errors as
-    of `predict`.
+    out, as are those not in its list of data.candidates_column, if that is set. So there may be fewer than `k`.
+    Arguments and errors as of `predict`.
     """
     check_recommends(run, k)
     given = run.given("users", data, keep)
@@ -81,7 +81,7 @@ def write_results(
     """Write a model's results for rows, block by block, on all ranks; return the exit status, 0.
 
     Args:
-        settings: other settings that results depend on, so that no other task goes on with the folder.
+        settings: other settings that results depend on, so that no other task continues the folder.
         roles: datasets of the config to open too. then: called at the end, on all ranks.
     """
     quiet_libraries()
@@ -132,7 +132,7 @@ def write_blocks(
 
 
 def kept_columns(keep: Sequence[str] | None, inputs: Inputs, role: str) -> list[str]:
-    """Return the columns to keep: those in `keep`, else those of ids that the model reads, but no lists or crosses."""
+    """Return the columns to keep: those in `keep`, else columns of ids that the model reads, no lists or crosses."""
     if keep is not None:
         return list(dict.fromkeys(keep))
     config, schema = inputs.config, inputs.datasets[role].schema
@@ -170,10 +170,10 @@ def scored(
 
 
 class KeptRows:
-    """Columns of this rank's rows as they are in the files, in order.
+    """Columns of the rows of this rank as they are in the files, in order.
 
     Args:
-        numbered: add column `NUMBER` with the rows' places in the dataset, int64.
+        numbered: add column `NUMBER` with the places of rows in the dataset, int64.
     """
 
     def __init__(self, loader: Loader, columns: list[str], numbered: bool = False) -> None:
@@ -194,7 +194,7 @@ class KeptRows:
         return rows.slice(0, num_rows)
 
     def _read(self, segment: Segment) -> pa.Table:
-        """Return the columns of a segment; the rows' numbers may be the only one."""
+        """Return the columns of a segment; the numbers of rows may be the only one."""
         if NUMBER not in self._schema.names:
             return self._reader.read(segment)
         rows = pa.table({NUMBER: self._begins[segment.number] + np.arange(segment.start, segment.stop)})
@@ -202,7 +202,7 @@ class KeptRows:
 
 
 def scores_of_rows(opened: OpenRun) -> Results:
-    """Return a function from the model's outputs to a table of its predictions."""
+    """Return a function from the outputs of the model to a table of its predictions."""
     model = opened.model.module.dense.model
 
     def results(output: StepOutput) -> pa.Table:
@@ -219,7 +219,7 @@ def scores_of_rows(opened: OpenRun) -> Results:
 
 
 def best_of_users(opened: OpenRun, k: int) -> Results:
-    """Return a function from the model's outputs to the best items of users, by raw id, with their scores."""
+    """Return a function from the outputs of the model to the best items of users, by raw id, with their scores."""
     items, corpus = opened.items, opened.inputs.corpus
     assert corpus is not None
 
@@ -235,5 +235,5 @@ def best_of_users(opened: OpenRun, k: int) -> Results:
 
 
 def naming_data() -> AbstractContextManager[None]:
-    """Make errors call the argument DATA by its name, not a config key."""
+    """Make errors name the argument DATA, not a config key."""
     return in_words({f"config key '{Given.key}'": Given.key})

@@ -33,16 +33,16 @@ from recsys.tables.bytes import PUBLISHED_BYTES
 from recsys.tables.touched import TouchedRows
 from recsys.training.build import Built
 
-_MOST_LEFT_OUT = 63  # publications in a row, after many that failed
-# Names of folders that a killed process leaves half written: of an export, of a rebase or of a delta.
+_MOST_LEFT_OUT = 63  # publications in a row to skip, after many that failed
+# Names of folders that a killed process leaves half written: by an export, a rebase or a delta.
 _HALF_WRITTEN = re.compile(r"\.base-\d+\.\w+|(?:base|delta)-\d+" + re.escape(ASIDE))
 
 
 class Publisher:
-    """Publishes a model in training; every rank has one, enters it, and calls `publish` at the same steps.
+    """Publishes a model during training; every rank has one, enters it, and calls `publish` at the same steps.
 
-    The first publication of a process is a base, since those of an earlier process may be ahead of the checkpoint that
-    training goes on from. Once the deltas have more bytes than the base, both are also written as a new base.
+    The first publication of a process is a base, since those of an earlier process may be ahead of the checkpoint from
+    which training resumed. Once the deltas have more bytes than the base, both are also written as a new base.
 
     Entering a publisher locks the folder.
 
@@ -75,7 +75,7 @@ class Publisher:
     def asks(self, step: int) -> bool:
         """Return whether this rank asks for a publication after a step; all ranks learn it with the step's totals.
 
-        Of those that are due, some are left out after failures, as a base that fails has cost a whole export.
+        After failures, some of those that are due are skipped, since a base that fails has cost a whole export.
         """
         if self._world.rank != 0:
             return False
@@ -91,7 +91,7 @@ class Publisher:
     def publish(self, step: int, save: Callable[[], Path | UserError]) -> None:
         """Publish the model as it is after a step; collective.
 
-        If it cannot be written, the reason is logged, and training goes on; the next publication is a base then.
+        If it cannot be written, the reason is logged, training continues, and the next publication is a base.
 
         Args:
             save: writes a checkpoint of this step, waits for it, and returns its folder, or why it cannot be written.
@@ -129,9 +129,9 @@ class Publisher:
         return self._delta_bytes > sum(file["bytes"] for file in self._base["files"].values())
 
     def _write_base(self, checkpoint: Path | UserError) -> None:
-        """Export the checkpoint, if it could be written, in a process of its own, so that its memory is freed.
+        """Export the checkpoint, if it could be written, in a process of its own, whose memory is then freed.
 
-        If the folder was removed, or taken by another run, meanwhile, it is locked again.
+        If the folder was removed, or taken over by another run, meanwhile, it is locked again.
         """
         if self._lock.lost():
             self._lock.release()
@@ -157,9 +157,9 @@ class Publisher:
         return self._folder / f"base-{self._number:09d}"
 
     def _begin(self, problem: UserError | None) -> None:
-        """Go on from the base that has been written, unless there was a problem."""
+        """Continue from the base that has been written, unless there was a problem."""
         if problem is not None:
-            self._remove_old(bases_kept=1)  # on a full disk nothing else makes room for a base
+            self._remove_old(bases_kept=1)  # on a full disk, nothing else makes room for a base
             raise problem
         self._base = json.loads((self._next_base / MANIFEST).read_text())
         self._last, self._delta_bytes = self._base["sha256"], 0
@@ -189,7 +189,7 @@ class Publisher:
     def _changed_rows(self, table: str, value: Any) -> Iterator[np.ndarray]:
         """Yield, on rank 0, the rows of a table that training has touched, in chunks; collective.
 
-        A chunk is uint8 [rows, 8 + stride]: the number of each row, then its bytes in the base's encoding.
+        A chunk is uint8 [rows, 8 + stride]: the number of each row, then its bytes in the encoding of the base.
         """
         num_rows, dim = self._config.tables[table].num_embeddings, self._config.tables[table].embedding_dim
         step = max(1, PUBLISHED_BYTES // (4 * dim))
@@ -218,7 +218,7 @@ class Publisher:
     def _completed(self, problem: str | None, step: int, files: Files, final: Path) -> str | None:
         """Complete a delta, unless writing its rows had a problem; return the problem, after the delta was removed."""
         problem = problem or _problem_of(lambda: self._complete(step, files, final))
-        if problem and not self._lock.lost():  # else the folder may be another run's
+        if problem and not self._lock.lost():  # otherwise the folder may belong to another run
             shutil.rmtree(files.folder, ignore_errors=True)
         return problem
 
@@ -248,7 +248,7 @@ def next_number(folder: Path, lock: RunLock) -> int:
     check_packages()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Hidden files are ignored: shares, desktops and version control make them, and none is a publication.
+        # Hidden files are ignored: shares, desktops and version control make them; none is a publication.
         names = [path.name for path in folder.iterdir() if not (number_of(path) or path.name.startswith("."))]
         if foreign := [name for name in names if not _HALF_WRITTEN.fullmatch(name)]:
             raise UserError(
@@ -272,6 +272,6 @@ def _problem_of(action: Callable[[], Any]) -> str | None:
     except OSError as error:
         return f"{error.filename or 'a file'}: {why(error)}"
     except UserError as error:
-        # How to go on with a run or a command that has ended does not fit this run, which goes on by itself.
+        # Advice on how to resume an ended run or command does not fit this run, which continues by itself.
         return str(error).partition("; make room there")[0]
     return None

@@ -1,9 +1,9 @@
-"""A base written from the last one and the deltas after it, in a process without torch.
+"""A base, written from the last one and the deltas after it in a process without torch.
 
     python -m recsys.serving.rebase OUT
 
 OUT is the next name in the folder of `train.publish`. Files that no delta changes are linked from the last base;
-`dense.pt2`, torch's own program, which contains its weights, is in exports alone.
+`dense.pt2`, the program of torch, which contains its weights, is only in exports.
 """
 
 import json
@@ -115,7 +115,7 @@ class _Base:
 
 
 def _overwrite(path: Path, entry: dict[str, Any], changes: list[Path]) -> None:
-    """Overwrite rows of a table by those of deltas, records of number and bytes; later deltas win."""
+    """Overwrite rows of a table by those of deltas, which are records of number and bytes; later deltas win."""
     rows = np.memmap(path, np.uint8, "r+", shape=(entry["rows"], entry["stride"]))
     record = np.dtype([("row", "<i8"), ("bytes", np.uint8, entry["stride"])])
     for change in changes:
@@ -126,7 +126,7 @@ def _overwrite(path: Path, entry: dict[str, Any], changes: list[Path]) -> None:
 
 
 def main() -> int:
-    """Write the base that the command line names; return the exit status, 1 with a sentence where it fails."""
+    """Write the base that the command line names; return the exit status, which is 1, with a sentence, if it fails."""
     end_with_parent()
     try:
         rebase(Path(sys.argv[1]))

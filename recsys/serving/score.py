@@ -10,8 +10,8 @@ DATA is a Parquet file, a folder of such, or a glob. In a program:
     scores = scorer.score(table)                    # Arrow in, Arrow out, row for row
     best = scorer.recommend(users, k=20)
 
-manifest.json says what lies in the folder, and how a column becomes numbers. The way of a batch: raw ids to hashes,
-hashes to rows of tables, rows to vectors, vectors of a list to their sum, all vectors and floats to the ONNX graph.
+manifest.json describes the files in the folder, and how a column becomes numbers. A batch goes from raw ids to hashes,
+to rows of tables, to vectors, to the sum of the vectors of each list; all vectors and floats then enter the ONNX graph.
 """
 
 import argparse
@@ -36,13 +36,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-FORMAT, MANIFEST, PROGRAM = 1, "manifest.json", "dense.pt2"  # the program is torch's, and may be missing
+FORMAT, MANIFEST, PROGRAM = 1, "manifest.json", "dense.pt2"  # torch's program, which may be missing
 NULL_ROW = 0
 ROWS_AT_ONCE = 8192  # of a file
 STREAMED: Any = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": 1 << 20}  # else read whole
-VERIFIED_BYTES = 64 << 20  # larger files of vectors are read by row, and verified if that is asked for
+VERIFIED_BYTES = 64 << 20  # larger files of vectors are read by row, and verified on request
 SCORES_AT_ONCE = 1 << 24  # of users with items
-PAIRS_AT_ONCE = 1 << 22  # of ids in a list, which attention takes several numbers for
+PAIRS_AT_ONCE = 1 << 22  # of ids in a list, for which attention needs several numbers
 BITS, LOW = 2**64 - 1, 2**32 - 1
 NANOSECONDS = {"day": 86_400 * 10**9, "ms": 10**6, "us": 10**3, "ns": 1}  # of dates and times
 
@@ -72,7 +72,7 @@ def hash_numbers(numbers: np.ndarray, seed: int) -> np.ndarray:
 
 
 def hash_texts(texts: pa.Array, seed: int) -> np.ndarray:
-    """Return the XXH3-64 of a large_binary array, uint64 [n]; texts of one length together."""
+    """Return the XXH3-64 of a large_binary array, uint64 [n], for texts of one length at a time."""
     bounds = np.frombuffer(texts.buffers()[1], np.int64, len(texts) + 1, texts.offset * 8) if len(texts) else [0]
     content = np.frombuffer(texts.buffers()[2] or b"", np.uint8) if len(texts) else np.zeros(0, np.uint8)
     starts, lengths, hashes = np.asarray(bounds)[:-1], np.diff(bounds), np.empty(len(texts), np.uint64)
@@ -154,7 +154,7 @@ def xxh3(texts: np.ndarray, seed: int) -> np.ndarray:
 
 
 def xxh3_sums(texts: np.ndarray, seed: int) -> np.ndarray:
-    """Return what XXH3 makes of the stripes of 64 bytes of texts above 240 bytes, uint64 [n]."""
+    """Return what XXH3 computes from the 64-byte stripes of texts above 240 bytes, uint64 [n]."""
     n, length = texts.shape
     pairs = [(word(at) + seed & BITS, word(at + 8) - seed & BITS) for at in range(0, len(SECRET), 16)]
     secret = b"".join(number.to_bytes(8, "little") for pair in pairs for number in pair)
@@ -174,7 +174,7 @@ def xxh3_sums(texts: np.ndarray, seed: int) -> np.ndarray:
     return np.add.reduce([folded(keyed[:, i], keyed[:, i + 1]) for i in range(0, 8, 2)])
 
 
-# Columns: what Parquet would hold of an Arrow column, and the ids and numbers in it
+# Columns: what Parquet would hold for an Arrow column, and the ids and numbers in it
 
 
 class Keys(NamedTuple):
@@ -196,14 +196,14 @@ class Keys(NamedTuple):
 
 
 def stored(array: pa.Array) -> pa.Array:
-    """Return a column as Parquet would hold it, so that whatever Arrow type it has, it is read as in training."""
+    """Return a column as Parquet would hold it, so that it is read as in training, whatever its Arrow type is."""
     kind, is_a = array.type, pa.types
     if is_a.is_run_end_encoded(kind) or isinstance(kind, pa.BaseExtensionType):  # such as of UUIDs
         return stored(pc.run_end_decode(array) if is_a.is_run_end_encoded(kind) else array.storage)
     if is_a.is_dictionary(kind):
         return stored(array.dictionary).take(array.indices)  # Arrow decodes none of views, which Polars gives
     if is_a.is_large_list(kind) or is_a.is_fixed_size_list(kind) or "list_view" in str(kind):
-        # Arrow's cast of views leaves out values, without a word.
+        # Arrow's cast of views silently leaves out values.
         ends = pa.array(np.append(0, np.cumsum(pc.list_value_length(array).fill_null(0))), pa.int32())
         return pa.ListArray.from_arrays(ends, array.flatten(), mask=array.is_null())
     if is_a.is_timestamp(kind) and kind.unit == "s":
@@ -213,17 +213,17 @@ def stored(array: pa.Array) -> pa.Array:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Tell whether a type holds strings or bytes."""
+    """Return whether a type holds strings or bytes."""
     return any(name in str(kind) for name in ("string", "binary")) and not pa.types.is_nested(kind)
 
 
 def is_number(kind: pa.DataType) -> bool:
-    """Tell whether a type holds numbers, booleans, or points or lengths of time."""
+    """Return whether a type holds numbers, booleans, or points or lengths of time."""
     return (pa.types.is_primitive(kind) or pa.types.is_decimal(kind)) and not pa.types.is_interval(kind)
 
 
 def raw_times(array: pa.Array) -> np.ndarray:
-    """Return dates and times without nulls by their integers."""
+    """Return dates and times without nulls as their integers."""
     return array.view(pa.int32() if array.type.bit_width == 32 else pa.int64()).to_numpy()
 
 
@@ -251,7 +251,7 @@ def read_keys(ids: pa.Array, where: str = "") -> Keys:
 
 
 def decimal_keys(ids: pa.Array) -> Keys:
-    """Return the keys of decimals: numbers where they are whole and fit int64, else the text of their digits."""
+    """Return the keys of decimals: numbers if they are whole and fit int64, otherwise the text of their digits."""
     encoded = ids.cast(pa.decimal256(76, ids.type.scale)).dictionary_encode()
     values = encoded.dictionary.to_pylist()
     whole = np.array([-(2**63) <= value < 2**63 and value == int(value) for value in values], bool)
@@ -264,7 +264,7 @@ def decimal_keys(ids: pa.Array) -> Keys:
 
 
 def numbers_of(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of a `stored` column, of times seconds, and a mask of what is not null."""
+    """Return the numbers of a `stored` column (seconds of times), and a mask of what is not null."""
     valid, kind = array.is_valid().to_numpy(zero_copy_only=False), array.type
     if pa.types.is_decimal(kind):
         return np.array([0.0 if value is None else float(value) for value in array.to_pylist()]), valid
@@ -286,7 +286,7 @@ def lists_of(array: pa.Array, max_length: int | None, keep: str) -> tuple[np.nda
 
 
 def has_field(kind: pa.DataType, name: str) -> bool:
-    """Tell whether structs, or those in lists, however they are held, have a field `name`, or one inside a field."""
+    """Return whether structs, or those in lists, in any encoding, have a field `name`, or one inside a field."""
     if (inner := getattr(kind, "value_type", getattr(kind, "storage_type", None))) is not None:
         return has_field(inner, name)
     fields = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {}
@@ -326,17 +326,17 @@ def as_table(rows: Any) -> pa.Table:
 
 
 def _values(name: str, values: Any) -> Any:
-    if isinstance(values, str | bytes | dict):  # Arrow would take each letter or key for a row
+    if isinstance(values, str | bytes | dict):  # Arrow would read each letter or key as a row
         raise TypeError(f"column {name!r} is of type {type(values).__name__}, but must be a list of values")
     try:
         return values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values)
     except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
-        kind = ValueError if isinstance(error, UnicodeError) else type(error)  # a UnicodeError takes no text of ours
+        kind = ValueError if isinstance(error, UnicodeError) else type(error)  # a UnicodeError accepts no text of ours
         raise kind(f"column {name!r}: {error}") from error
 
 
 def crossed(table: pa.Table, names: list[str]) -> pa.Array:
-    """Return an id for each combination of the ids in some columns, null where one is."""
+    """Return an id for each combination of the ids in some columns; it is null if one of them is."""
     columns = [column(table, name) for name in names]
     valid = np.logical_and.reduce([array.is_valid().to_numpy(zero_copy_only=False) for array in columns])
     hashes = np.zeros(int(valid.sum()), np.uint64)
@@ -352,7 +352,7 @@ def crossed(table: pa.Table, names: list[str]) -> pa.Array:
 
 
 class Index:
-    """Numbers of distinct ids, by a file of their hashes in order, with the ids themselves where they are texts."""
+    """Numbers of distinct ids, from a file of their sorted hashes, with the ids themselves if they are texts."""
 
     def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
         self._entry = entry
@@ -362,7 +362,7 @@ class Index:
         self._hashes, self._numbers = (self._columns[name].to_numpy() for name in ("hash", "number"))
 
     def find(self, keys: Keys, hashes: np.ndarray, where: str = "") -> np.ndarray:
-        """Return the numbers of keys, -1 of those not in it; hashes are by its seed, and errors begin with `where`."""
+        """Return the numbers of keys, -1 for those not in it; hashes use its seed, and errors begin with `where`."""
         kind = self._entry["ids"]
         if len(self._hashes) and ((len(keys.texts) and kind != "texts") or (len(keys.numbers) and kind == "texts")):
             raise ExportError(f"{where}ids of type {keys.kind} are not {kind}, which the model reads; write those")
@@ -379,7 +379,7 @@ class Index:
 
 
 class Mapping:
-    """Keys to rows of a table, by what the manifest says of it."""
+    """Keys to rows of a table, as the manifest describes it."""
 
     def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
         self._entry = entry
@@ -390,8 +390,8 @@ class Mapping:
             self._before, self._shared = np.append(0, ends[:-1]), ends[-1]
 
     def rows(self, keys: Keys) -> np.ndarray:
-        """Return the rows of keys, int64 [keys, rows of an id]. Pruned rows share the one behind the others: a bit of
-        `kept` says of each row whether it is there."""
+        """Return the rows of keys, int64 [keys, rows of an id]. Pruned rows share the one behind the others: `kept` has
+        a bit for each row, which is set if the row was kept."""
         rows = self._before_pruning(keys)
         if "kept" not in self._entry:
             return rows
@@ -432,7 +432,7 @@ class Mapping:
 
 
 def chosen(keys: Keys, route: dict[str, Any], mappings: dict[str, Mapping]) -> np.ndarray:
-    """Return which keys a feature is looked up for, bool [keys]: by a hash, or by vocabularies; `mappings` by table."""
+    """Return for which keys a feature is looked up, bool [keys]: by a hash, or by vocabularies; `mappings` by table."""
     if "active" in route:
         has = np.array([route["place"] in some for some in combinations(range(route["experts"]), route["active"])])
         return has[keys.hashes(route["seed"]) % len(has)]
@@ -459,7 +459,7 @@ class Ids(NamedTuple):
 
 
 def convert_ids(table: pa.Table, feature: dict[str, Any], mappings: dict[str, Mapping], text: bool | None) -> Ids:
-    """Return the table rows of a feature; `text` says what the table's ids were in training, if that is known."""
+    """Return the table rows of a feature; `text` says whether the ids of the table were texts in training, if known."""
     mapping, lengths = mappings[feature["table"]], None
     array = crossed(table, feature["cross"]) if feature.get("cross") else column(table, feature["column"])
     weights = column(table, feature["weights"]) if feature.get("weights") else None
@@ -504,7 +504,7 @@ def convert_ids(table: pa.Table, feature: dict[str, Any], mappings: dict[str, Ma
 
 
 def check_kind(ids: pa.Array, in_lists: bool, feature: dict[str, Any], text: bool | None) -> None:
-    """Refuse ids, those of lists one behind the other, that are not as they were in training."""
+    """Refuse ids (of lists, all ids in one array) that are not of the kind that they were in training."""
     if ids.null_count == len(ids):
         return
     if feature.get("lists") not in (None, in_lists):
@@ -527,7 +527,7 @@ def weights_of_lists(weights: pa.Array, ids: pa.Array, feature: dict[str, Any]) 
 
 
 def buckets(array: pa.Array, boundaries: list[float]) -> pa.Array:
-    """Return for numbers how many boundaries are <= each, null for NaN and null."""
+    """Return how many boundaries are <= each number; null for NaN and null."""
     if not is_number(array.type):
         raise ExportError(f"boundaries take numbers, found {array.type}")
     numbers, valid = numbers_of(array)
@@ -555,7 +555,7 @@ def convert_floats(array: pa.Array, feature: dict[str, Any]) -> np.ndarray:
 
 
 def transformed(x: np.ndarray, feature: dict[str, Any], title: str) -> np.ndarray:
-    """Return numbers clipped, their logarithm taken, and standardised, as far as the feature says so."""
+    """Return numbers clipped, their logarithm taken, and standardised, as the feature asks for."""
     if feature.get("clip"):
         x = np.clip(x, *feature["clip"])
     if feature.get("log1p"):
@@ -567,7 +567,7 @@ def transformed(x: np.ndarray, feature: dict[str, Any], title: str) -> np.ndarra
 
 
 def vectors_of(array: pa.Array, dim: int, title: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of a `stored` column, [rows, dim], and a mask of what is not null; of numbers, dim is 1."""
+    """Return the numbers of a `stored` column, [rows, dim] (dim 1 if not lists), and a mask of what is not null."""
     if not pa.types.is_list(array.type):
         numbers, valid = (np.repeat(part, dim).reshape(-1, dim) for part in numbers_of(array))
         return numbers, valid
@@ -588,7 +588,7 @@ def vectors_of(array: pa.Array, dim: int, title: str) -> tuple[np.ndarray, np.nd
 
 
 def whole_numbers(bits: int, raw: np.ndarray, columns: int) -> np.ndarray:
-    """Return the rows that FBGEMM has quantised: codes, then a scale and a bias, FP32 of 8 bits and FP16 of fewer."""
+    """Return rows quantised by FBGEMM: codes, then a scale and a bias, in FP32 for 8 bits and FP16 for fewer."""
     codes, kind = raw[:, : columns * bits // 8], "<f4" if bits == 8 else "<f2"
     scale_and_bias = np.ascontiguousarray(raw[:, codes.shape[1] :]).view(kind).astype(np.float32)
     if bits < 8:  # the lowest bits of a byte are the first
@@ -596,7 +596,7 @@ def whole_numbers(bits: int, raw: np.ndarray, columns: int) -> np.ndarray:
     return codes.astype(np.float32) * scale_and_bias[:, :1] + scale_and_bias[:, 1:]
 
 
-# What the bytes of rows, uint8 [rows, stride], hold: by encoding a function to float32 [rows, columns].
+# How to decode bytes of rows, uint8 [rows, stride]: by encoding, a function to float32 [rows, columns].
 DECODERS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "fp32": lambda raw, columns: raw.view("<f4"),
     "fp16": lambda raw, columns: raw.view("<f2").astype(np.float32),
@@ -631,7 +631,7 @@ class Rows:
         return np.where((self._newer[places] == rows)[:, None], self._newer_bytes[places], base)
 
     def changed(self, path: Path) -> "Rows":
-        """Return these vectors with those rows others that a delta holds: records of number and bytes."""
+        """Return these vectors with the rows of a delta in place of theirs; it has records of number and bytes."""
         records = np.fromfile(path, np.dtype([("row", "<i8"), ("bytes", np.uint8, self._newer_bytes.shape[1])]))
         newer = copy.copy(self)
         newer._newer = np.union1d(self._newer, records["row"])
@@ -653,7 +653,7 @@ def sums(vectors: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def checksum(content: dict[str, Any]) -> str:
-    """Return the SHA-256 of a manifest without its own."""
+    """Return the SHA-256 of a manifest without its own checksum."""
     rest = {name: value for name, value in content.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -668,7 +668,7 @@ def sha256(path: Path) -> str:
 
 
 def read_manifest(folder: str | Path, verify: bool) -> dict[str, Any]:
-    """Return the manifest of an export whose files are as it says: sizes, and checksums (of large ones by `verify`)."""
+    """Return the manifest of an export after checking its files: sizes, and checksums (of large ones with `verify`)."""
     try:
         path = Path(folder, MANIFEST)
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -694,8 +694,8 @@ class Scorer:
     """An exported model, opened to score rows and to recommend items.
 
     Args:
-        folder: of the export. verify: compare all files with their checksums. num_threads: of the dense part;
-            more than one wait for each other in a loop, which costs a request of a hundred rows more than it gains.
+        folder: of the export. verify: compare all files with their checksums. num_threads: of the dense part; several
+            wait for each other in a loop, which costs a request of a hundred rows more than it gains.
 
     Raises:
         ExportError: a file is missing, or is not what was written; or `num_threads` is no number of threads.
@@ -715,11 +715,11 @@ class Scorer:
         if items is not None:
             ids = pa.ipc.open_file(pa.memory_map(str(folder / items["ids"]))).read_all().column(0)
             self._item_ids = ids.chunk(0) if ids.num_chunks else pa.array([], ids.type)
-            self._item_vectors = Rows(folder, items["vectors"]).take(slice(None))  # memory-mapped still
+            self._item_vectors = Rows(folder, items["vectors"]).take(slice(None))  # still memory-mapped
             self._index = Index(folder, items["index"])
 
     def changed(self, folder: Path) -> "Scorer":
-        """Return a scorer of what this one has with a published delta over it; this one stays as it is."""
+        """Return a scorer with a published delta applied to what this one has; this one does not change."""
         newer = copy.copy(self)
         newer._graphs = self._sessions(folder)
         newer._vectors = {name: rows.changed(folder / f"tables/{name}.bin") for name, rows in self._vectors.items()}
@@ -728,12 +728,12 @@ class Scorer:
         return newer
 
     def _sessions(self, folder: Path) -> dict[str, Any]:
-        """Return the graphs over the weights of the dense part that lie in a folder."""
-        import onnxruntime  # here: the rest serves the export too, which tells of itself that this is missing
+        """Return the graphs, with the weights of the dense part from a folder."""
+        import onnxruntime  # here: the export uses the rest too, and reports by itself if this is missing
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self._num_threads
-        options.log_severity_level = 3  # errors: its warnings tell what it does not make faster
+        options.log_severity_level = 3  # only errors: its warnings are about missed optimizations
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
         opened = partial(onnxruntime.InferenceSession, sess_options=options, providers=["CPUExecutionProvider"])
         return {name: opened((self._folder / of["file"]).read_bytes()) for name, of in self.manifest["graphs"].items()}
@@ -744,7 +744,7 @@ class Scorer:
             yield self.outputs("item", pa.Table.from_batches([batch]))[0]
 
     def score(self, rows: Any) -> pa.Table:
-        """Return the scores of rows, of which `as_table` makes a table: a column for each output of the model."""
+        """Return the scores of rows, in any form that `as_table` accepts: a column for each output of the model."""
         outputs = self.outputs("score", as_table(rows))
         return pa.table(dict(zip(self.manifest["graphs"]["score"]["outputs"], outputs, strict=True)))
 
@@ -752,7 +752,7 @@ class Scorer:
         """Return the best `k` items of users as lists `items`, raw ids, best first, and `scores`.
 
         Args:
-            users: rows, of which `as_table` makes a table.
+            users: rows, in any form that `as_table` accepts.
             seen: a column with the ids of items to leave out. candidates: one with the ids of those to choose from.
                 Default: the columns of the run's config; None: no such column.
         """
@@ -784,13 +784,13 @@ class Scorer:
 
     def id_columns(self, graph: str) -> list[str]:
         """Return the columns of ids that a graph reads, without those that are known to hold lists."""
-        names = self.manifest["graphs"].get(graph, {"features": []})["features"]  # of a ranker `recommend` tells more
+        names = self.manifest["graphs"].get(graph, {"features": []})["features"]  # for rankers `recommend` says more
         features = (self._features[name] for name in names)
         ids = (each for each in features if each["type"] == "id" and not each.get("lists"))
         return list(dict.fromkeys(each["column"] for each in ids if each["column"]))
 
     def outputs(self, graph: str, table: pa.Table) -> list[np.ndarray]:
-        """Return what a graph (`score`; of two towers `user` and `item` too) gives for rows, each [rows, …] float32."""
+        """Return the outputs of a graph (`score`; in two towers `user`, `item`) for rows, each [rows, …] float32."""
         padded = [entry.get("max_length") or 1 for entry in self._features.values() if entry.get("pooling") == "none"]
         step = max(1, PAIRS_AT_ONCE // max(padded, default=1) ** 2)
         pieces = [self._outputs(graph, table.slice(start, step)) for start in range(0, max(1, len(table)), step)]
@@ -811,7 +811,7 @@ class Scorer:
         return session.run(None, {tensor.name: inputs[tensor.name] for tensor in session.get_inputs()})
 
     def _inputs(self, table: pa.Table, feature: dict[str, Any]) -> dict[str, np.ndarray]:
-        """Return the inputs of a graph that an id feature gives: a vector for each row, or for each id of its lists."""
+        """Return the inputs of a graph from an id feature: a vector for each row, or for each id of its lists."""
         if feature["type"] == "float":
             return {}
         name, ids = feature["name"], self._ids(table, feature)
@@ -839,7 +839,7 @@ class Scorer:
             raise ExportError(f"column '{where}' (feature '{feature['name']}'): {error}") from error
 
     def _positions(self, users: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return row and position among the items of each id in a column; null and unknown ones are left out."""
+        """Return the row, and the position among the items, of each id in a column, without null and unknown ids."""
         array, lengths = column(users, name), np.ones(len(users), np.int64)
         if pa.types.is_list(array.type):
             places, lengths = lists_of(array, None, "last")
@@ -851,7 +851,7 @@ class Scorer:
 
 
 def best_places(scores: np.ndarray, k: int) -> np.ndarray:
-    """Return where the best `k` scores are, best first, of equal ones the first, without those of -inf."""
+    """Return where the best `k` scores are, best first, the first of equal ones, without those of -inf."""
     places = np.flatnonzero(scores >= np.partition(scores, -k)[-k]) if k < len(scores) else np.arange(len(scores))
     places = places[np.argsort(-scores[places], kind="stable")[:k]]
     return places[scores[places] > -np.inf]
@@ -875,7 +875,7 @@ def files_of(data: str) -> list[str]:
 
 
 def partitions_of(paths: list[str], texts: list[str]) -> dict[str, dict[str, pa.Scalar]]:
-    """Return the Hive partition keys in each path: texts where training had such, others int32 if all are numbers."""
+    """Return the Hive partition keys in each path: texts if training had texts, others int32 if all are numbers."""
     pairs = [[part.partition("=") for part in Path(path).parts[:-1] if "=" in part] for path in paths]
     null, text = "__HIVE_DEFAULT_PARTITION__", partial(unquote, errors="strict")
     by_path = [{text(key): None if value == null else text(value) for key, _, value in parts} for parts in pairs]
@@ -887,7 +887,7 @@ def partitions_of(paths: list[str], texts: list[str]) -> dict[str, dict[str, pa.
 
 
 def opened(path: str) -> pq.ParquetFile:
-    """Return a file as training reads it: in Parquet's own types, not in those that its writer held it in."""
+    """Return a file as training reads it: in the types of Parquet, not in those of its writer."""
     content = memoryview(pa.memory_map(path).read_buffer())
     tail = bytes(content[-8 - int.from_bytes(content[-8:-4], "little") :])
     metadata = pq.read_metadata(pa.BufferReader(tail.replace(b"\x18\x0cARROW:schema\x18", b"\x18\x0carrow:schema\x18")))
@@ -910,7 +910,7 @@ def types_of(files: dict[str, dict[str, pa.Scalar]], names: list[str]) -> dict[s
 
 
 def unified(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """Return a type that the values of two can be cast to, as training does; pa.ArrowException: there is none."""
+    """Return a type that the values of both can be cast to, as training does; pa.ArrowException: there is none."""
     if pa.types.is_list(one) and pa.types.is_list(other):
         return pa.list_(unified(one.value_type, other.value_type))
     if any(map(pa.types.is_decimal, kinds := [one, other])):
@@ -920,7 +920,7 @@ def unified(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def results_of(scorer: Scorer, words: argparse.Namespace) -> Iterator[pa.Table]:
-    """Yield columns that are kept, and results, of the rows of all files, some at a time, by one schema."""
+    """Yield kept columns and results for the rows of all files, some at a time, with one schema."""
     of_rows, keep = words.command == "predict", words.keep
     try:
         files = partitions_of(files_of(words.data), scorer.manifest.get("texts", []))
@@ -941,7 +941,7 @@ def results_of(scorer: Scorer, words: argparse.Namespace) -> Iterator[pa.Table]:
 
 
 def write(tables: Iterator[pa.Table], words: argparse.Namespace) -> int:
-    """Write tables to a file, which appears when it is complete; return how many rows there are."""
+    """Write tables to a file, which appears once it is complete; return the number of rows."""
     aside, num_rows = f"{words.out}.{os.getpid()}.tmp", 0
     if os.path.isdir(words.out) or not os.path.isdir(os.path.dirname(os.path.abspath(words.out))):
         raise ExportError(f"'{words.out}' is a folder, or is to lie in none; name a file")
@@ -959,7 +959,7 @@ def write(tables: Iterator[pa.Table], words: argparse.Namespace) -> int:
     except (pa.ArrowException, OSError) as error:
         raise ExportError(f"'{words.out}' cannot be written ({' '.join(str(error).split())[:300]})") from error
     finally:
-        with suppress(OSError):  # such as that it is not there
+        with suppress(OSError):  # for example if it is not there
             os.remove(aside)
     return num_rows
 

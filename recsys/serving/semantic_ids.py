@@ -24,8 +24,8 @@ class Codes:
     """Codes of vectors.
 
     Attributes:
-        codes: int64 [vectors, levels], each from 0. unexplained: share of the vectors' variance that the centres up to
-            each level leave.
+        codes: int64 [vectors, levels], each from 0. unexplained: share of the variance of vectors that remains after
+            the centres up to each level.
     """
 
     codes: np.ndarray
@@ -33,10 +33,10 @@ class Codes:
 
 
 def residual_codes(vectors: np.ndarray, levels: int, number: int, seed: int) -> Codes:
-    """Return codes by residual k-means: each level clusters what the centres of the levels before leave of the vectors.
+    """Return codes by residual k-means: each level clusters what earlier levels leave of the vectors.
 
     Args:
-        vectors: float32 [vectors, dim]. number: of codes of a level.
+        vectors: float32 [vectors, dim]. number: codes of each level.
     """
     residuals = vectors - vectors.mean(0)
     total, generator = float(np.square(residuals).sum()) or 1.0, np.random.default_rng(seed)
@@ -76,11 +76,11 @@ def _k_means(points: np.ndarray, number: int, generator: np.random.Generator) ->
         present = np.unique(nearest)
         sums = np.add.reduceat(points[order], first[present])
         centres[present] = sums / np.bincount(nearest, minlength=number)[present, None]
-    return centres, _nearest(points, centres)[0]  # computed again, since moving points may have parted equal ones
+    return centres, _nearest(points, centres)[0]  # computed again, since moved points may have separated equal ones
 
 
 def _nearest(points: np.ndarray, centres: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the nearest centre of each point, of equally near ones the first, and its squared distance."""
+    """Return the nearest centre of each point, the first of equally near ones, and its squared distance."""
     nearest, distances = np.empty(len(points), np.int64), np.empty(len(points), np.float32)
     squares = np.square(centres).sum(1)
     step = max(1, _AT_ONCE // len(centres))
@@ -95,15 +95,14 @@ def _nearest(points: np.ndarray, centres: np.ndarray) -> tuple[np.ndarray, np.nd
 def semantic_ids(source: Path, out: Path, levels: int, number: int, seed: int) -> Iterator[str]:
     """Write a Parquet file of codes by item; yield lines of a summary.
 
-    Its columns are those of `source` but `vector`, then int64 `code_1` … and `same`, which numbers items of equal codes
-    from 0.
+    Its columns are those of `source` except `vector`, then int64 `code_1` … and `same`, which numbers items with equal
+    codes from 0.
 
     Args:
         source: folder of `recsys embeddings RUN item`, or Parquet with a column `vector`.
 
     Raises:
-        UserError: there are no such vectors, or `out` is a folder or a file of something else, or cannot lie where
-            it is to.
+        UserError: there are no such vectors, or `out` is a folder, a file of something else, or cannot be written.
     """
     prepare_parquet(out, "code_1", _SAME)
     try:
@@ -139,7 +138,7 @@ def _vectors(column: pa.ChunkedArray, source: Path) -> np.ndarray:
     """Return the vectors of a column as float32 [vectors, dim].
 
     Raises:
-        UserError: a row has no list of finite numbers, or another number of them than other rows.
+        UserError: a row has no list of finite numbers, or a list of another length than other rows.
     """
     try:
         lists = column.combine_chunks()
@@ -164,7 +163,7 @@ def _vectors(column: pa.ChunkedArray, source: Path) -> np.ndarray:
 
 
 def main(parser: Parser, arguments: Sequence[str]) -> int:
-    """Carry out `recsys semantic-ids`, whose arguments the parser gets here; return the exit status 0."""
+    """Run `recsys semantic-ids`, whose arguments are added to the parser here; return the exit status 0."""
     parser.add_argument("vectors", metavar="VECTORS", type=Path, help="folder of `recsys embeddings RUN item`")
     parser.add_argument("out", metavar="OUT.parquet", type=Path, help="file to write: items with their codes, code_1 …")
     parser.add_argument("--levels", type=positive, default=3, help="number of codes of an item (3)")

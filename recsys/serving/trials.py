@@ -30,8 +30,8 @@ from recsys.tables.spec import local_shards
 from recsys.tables.updates import table_tensors
 from recsys.training.evaluation import evaluate_dataset, evaluator_of, metrics_of
 
-_MARGIN = 1.645 * 2**0.5  # standard errors: 95 % of the differences between two data sets lie below
-_ROWS_AT_ONCE = 1 << 16  # of a table, that are computed with in FP32
+_MARGIN = 1.645 * 2**0.5  # standard errors: 95 % of the differences between two data sets are below this many
+_ROWS_AT_ONCE = 1 << 16  # rows of a table that are converted to FP32 at a time
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Pruning:
 
     Attributes:
         kept: bool [rows]; True for the null row, False for rows that were shared before.
-        weights: float32 [rows], of the rows not kept in their shared vector; they add up to 1.
+        weights: float32 [rows], of rows that are not kept, in their shared vector; they add up to 1.
         num_shared: number of rows with this vector after pruning.
     """
 
@@ -72,7 +72,7 @@ class Compression:
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss of the metric by a compression; a negative one is a gain.
+    """Loss of the metric through a compression; a negative one is a gain.
 
     Attributes:
         value: on the data of the trials. at_most: upper bound for 95 % of other data sets of the same size and kind.
@@ -90,7 +90,7 @@ class Trial:
         loss: of the metric, on the data of the trials.
         metrics: on the data of the trials. test: on data.test, if that is another dataset.
         seconds: taken to score the data of the trials.
-        seen_bytes: of the rows of tables whose ids data.train holds. all_bytes: of all rows of tables.
+        seen_bytes: of the rows of tables whose ids are in data.train. all_bytes: of all rows of tables.
         dense_bytes: of the dense part.
     """
 
@@ -104,7 +104,7 @@ class Trial:
 
 
 def sharding_by_id(table: TableConfig) -> ShardingChoice:
-    """Return how a table is split that is looked up id by id: as it is, where that can be."""
+    """Return how to split a table that is looked up id by id: as it is, if possible."""
     return table.sharding_type if table.sharding_type in UNPOOLED else ShardingChoice.auto
 
 
@@ -121,8 +121,8 @@ class Trials:
     """A finished run, opened to try compressions of its tables; collective.
 
     Args:
-        metric: by which compressions are compared. base: trials whose first result losses are relative to; default:
-            the run itself.
+        metric: used to compare compressions. base: trials whose first result losses are relative to; default: the run
+            itself.
 
     Attributes:
         role: of the data for the comparison: data.valid, or data.test without it.
@@ -170,7 +170,7 @@ class Trials:
         return Trial(loss, metrics, test, seconds, *sizes)
 
     def loss(self, compression: Compression, remark: str) -> Loss:
-        """Return the loss of the metric by a compression; log it with a remark."""
+        """Return the loss of the metric through a compression; log it with a remark."""
         self._apply(compression)
         metrics, loss = self._evaluate()
         shown = {self.metric: metrics[self.metric], "lost": loss.value, "at_most": loss.at_most}
@@ -178,7 +178,7 @@ class Trials:
         return loss
 
     def _evaluate(self) -> tuple[dict[str, float], Loss]:
-        """Return the metrics, and the loss of the one relative to the first evaluation, which is that of the run."""
+        """Return the metrics, and the loss of the chosen one relative to the first evaluation: that of the run."""
         evaluator = evaluator_of(self._opened.inputs, self._opened.model, self.role, by_row=True)
         metrics = metrics_of(evaluator, self.world, self.metric)
         if np.isnan(metrics[self.metric]):
@@ -196,7 +196,7 @@ class Trials:
         return metrics, Loss(loss, loss + _MARGIN * error)
 
     def num_bytes(self, compression: Compression, seen: bool = True) -> int:
-        """Return the bytes of the tables' vectors, and of the bitmaps of kept rows of tables without a vocabulary."""
+        """Return the bytes of the vectors of tables, and of the bitmaps of kept rows of tables without a vocabulary."""
         total = 0
         for name, table in self.config.tables.items():
             pruning, rows = compression.pruned.get(name), table.num_embeddings
@@ -209,7 +209,7 @@ class Trials:
         return total
 
     def dense_bytes(self, compression: Compression) -> int:
-        """Return the bytes of the dense part's weights; a row in INT8 has a scale and a zero point too."""
+        """Return the bytes of the weights of the dense part; a row in INT8 also has a scale and a zero point."""
         model, total = self._opened.model.module.dense.model, 0
         rounded = {f"{name}.weight" for name, module in model.named_modules() if is_rounded(module)}
         for name, weights in model.named_parameters():
@@ -275,18 +275,18 @@ class Trials:
         return self.world.sum(vector) if hasattr(weights, "local_shards") else vector
 
     def _blocks(self, table: str) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield parts of this rank's rows of a table, as trained and in FP32, each behind its first row and column."""
+        """Yield parts of the rows of a table on this rank, as trained, in FP32, each after its first row and column."""
         for (_, (row, column)), shard in zip(local_shards(self._weights[table]), self._trained[table], strict=True):
             for number, block in enumerate(shard.split(_ROWS_AT_ONCE)):
                 yield row + number * _ROWS_AT_ONCE, column, block.float()
 
     def _copied(self, table: str, shard: torch.Tensor) -> torch.Tensor:
-        # What lies in host memory beside a GPU does so because the GPU lacks room for it.
+        # Tables are in host memory next to a GPU because the GPU lacks room for them.
         in_host = self.config.tables[table].compute_kernel is not ComputeKernel.fused
         return shard.detach().to("cpu" if in_host else shard.device, copy=True)
 
     def _count(self) -> dict[str, np.ndarray]:
-        """Count the rows of each table in data.train, over all its features that data.train has columns for."""
+        """Count the rows of each table in data.train, over all its features with columns in data.train."""
         inputs, present = self._opened.inputs, set(role_features(self.config, "train"))
         counts: dict[str, Any] = {n: np.zeros(t.num_embeddings, np.int64) for n, t in self.config.tables.items()}
         for feature in (name for name in id_features(self.config) if name in present):
@@ -317,4 +317,4 @@ class Trials:
                 for shard, (row, column) in shards:
                     pruned = ~kept[row : row + len(shard)].to(shard.device)
                     shard[pruned] = vector[column : column + shard.shape[1]].to(shard)
-        self._opened.forget_caches()  # else `fused_uvm_caching` goes on with rows of the trial before
+        self._opened.forget_caches()  # otherwise `fused_uvm_caching` continues with rows of the trial before
