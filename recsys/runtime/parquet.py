@@ -14,6 +14,9 @@ from recsys.errors import UserError
 from recsys.runtime.files import prepare_output, replacing
 
 ROW_GROUP_ROWS = 1 << 16  # held in memory
+# A dictionary has room for all numbers of FP16. Vectors in FP32 soon have more, and are then written plainly: with
+# Arrow's default of 1 MiB that came so late that writing them took twice as long.
+_WRITTEN: Any = {"compression": "zstd", "write_page_checksum": True, "dictionary_pagesize_limit": 1 << 18}
 # To read a file some rows at a time: Arrow else reads all that is asked for of it before the first row.
 STREAMED: Any = {"pre_buffer": False, "buffer_size": 1 << 20}
 
@@ -53,9 +56,7 @@ def write_parquet(path: Path, tables: Iterable[pa.Table]) -> None:
                 group = pa.concat_tables(pending)
                 if written is None:
                     aside = stack.enter_context(replacing(path))
-                    file = stack.enter_context(
-                        pq.ParquetWriter(aside, group.schema, compression="zstd", write_page_checksum=True)
-                    )
+                    file = stack.enter_context(pq.ParquetWriter(aside, group.schema, **_WRITTEN))
                     thread = stack.enter_context(ThreadPoolExecutor(1))
                 else:
                     written.result()
