@@ -208,7 +208,7 @@ class Watchdog:
     def _describe_silent(self, silent: dict[int, float], beats: list[Beat]) -> str:
         them = "; ".join(
             f"rank {rank} on {beats[rank].host} is stuck: it has not answered for {seconds:.0f} s or more (its process "
-            f"is stopped, or its machine is gone), and was last heard of in {beats[rank].place}"
+            f"is stopped, or its machine or the network is gone), and was last heard of in {beats[rank].place}"
             for rank, seconds in silent.items()
         )
         return f"{them}; rank {self._world.rank} waits for it in {self._place()}"
@@ -250,7 +250,7 @@ class Watchdog:
             return None
         return LostPeerError(
             f"the process that keeps the ranks' store has not answered for {now - asked_at:.0f} s (rank 0, or its "
-            f"launcher: it is stopped, or its machine is gone), and rank {self._world.rank} waits in "
+            f"launcher: it is stopped, or its machine or the network is gone), and rank {self._world.rank} waits in "
             f"{self._place()}{self._broken}"
         )
 
