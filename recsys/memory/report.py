@@ -151,6 +151,7 @@ def _summary(reports: list[dict[str, Any]]) -> list[str]:
         f"Peak: {size(peak['measured_bytes'])} on rank {rank} ({when(peak)}), "
         f"{size(peak['predicted_bytes'])} predicted; {_OF_GPU if on_gpu else _OF_PROCESS}",
         f"Of {size(headroom['limit_bytes'])} {size(headroom['free_bytes'])} were never used on that rank",
+        *_machines(reports),
         f"Imbalance (largest rank over the mean): {_imbalance(reports)}",
     ]
     growths = [report["growth"] for report in reports if report["growth"]]
@@ -160,6 +161,14 @@ def _summary(reports: list[dict[str, Any]]) -> list[str]:
         sentences.append(f"Growth {steps}, of the rank that grew most: {describe_growth(most['bytes_per_1000_steps'])}")
     idle = [report["identity"]["rank"] for report in reports if not report["tables"]]
     return [*sentences, f"No table is on {listed(idle)}"] if idle else sentences
+
+
+def _machines(reports: list[dict[str, Any]]) -> list[str]:
+    """Return a sentence on which ranks were on which machine, if these were several."""
+    ranks: dict[str, list[int]] = {}
+    for report in reports:
+        ranks.setdefault(report["identity"]["host"], []).append(report["identity"]["rank"])
+    return ["Machines: " + "; ".join(f"{listed(of)} on {host}" for host, of in ranks.items())] if len(ranks) > 1 else []
 
 
 _OF_PROCESS = "peaks are of the process above its baseline, measured after imports and the start of its process group"

@@ -6,7 +6,7 @@ import torch
 from recsys.config import load_config
 from recsys.memory import RankMemory, Timeline
 from recsys.memory.page import describe_plan, few_lines, kind_rows, rank_table
-from recsys.memory.report import rank_report
+from recsys.memory.report import _machines, rank_report
 from recsys.report.text import duration, listed, size
 from recsys.runtime.machine import topology_of
 from recsys.tables.spec import Shard
@@ -76,3 +76,9 @@ def test_kinds_add_up_to_the_peak_that_they_are_of() -> None:
         assert sum(peak["by_kind_predicted"].values()) == peak["predicted_bytes"] == (7 if "save" in kinds else 5)
         assert peak["predicted_phase"] == ("save" if "save" in kinds else "step")
     assert peak["beside_predicted"] == {"loader_processes": 20}
+
+
+def test_ranks_of_several_machines_are_told_apart() -> None:
+    reports = [{"identity": {"rank": rank, "host": host}} for rank, host in enumerate(["a", "a", "b"])]
+    assert _machines(reports) == ["Machines: ranks 0-1 on a; rank 2 on b"]
+    assert _machines(reports[:2]) == []
