@@ -1,4 +1,4 @@
-"""Checks that all ranks have the same config and see the same run directory, before a run begins."""
+"""Checks that all ranks have the same config and code and see the same run directory, before a run begins."""
 
 import socket
 import time
@@ -12,6 +12,7 @@ from recsys.config import Config, config_text
 from recsys.config.values import flat
 from recsys.errors import UserError
 from recsys.runtime.run_lock import RunLock, lock_id
+from recsys.runtime.versions import git_commit, installed_versions, own_version
 from recsys.runtime.world import World
 
 # Keys that may differ between ranks: how a rank works on its machine, and what only rank 0 reads.
@@ -62,6 +63,25 @@ def check_shared(folder: Path, lock: RunLock, world: World, what: str = "config 
     """
     held = world.from_rank_zero(lambda: lock.id)
     world.agree(lambda: _await(folder, held, world.rank, what))
+
+
+def unlike_versions(world: World) -> list[str]:
+    """Return a sentence for each machine whose code, Python or packages are not those of rank 0's; collective."""
+    mine = {"recsys": own_version(), **installed_versions()}
+    (_, first, commit), *others = world.gather((socket.gethostname(), mine, git_commit()))
+    sentences: dict[str, str] = {}
+    for rank, (host, versions, own_commit) in enumerate(others, start=1):
+        pairs = {name: (versions.get(name), first.get(name)) for name in {**first, **versions}}
+        if commit and own_commit:  # else a machine has no git
+            pairs["commit"] = own_commit, commit
+        if differing := [
+            f"{name} {here} where rank 0 has {there}" for name, (here, there) in pairs.items() if here != there
+        ]:
+            text = (
+                f"rank {rank} on {host} has {', '.join(differing)}; give all machines the same, or ranks may wait for"
+            )
+            sentences.setdefault(host, f"{text} each other, or learn something else")
+    return list(sentences.values())
 
 
 def _await(folder: Path, held: str, rank: int, what: str) -> None:

@@ -35,7 +35,7 @@ from recsys.runtime.run_lock import RunLock, beside_lock
 from recsys.runtime.watchdog import Watchdog, open_run_world
 from recsys.runtime.world import World
 from recsys.tables.shard import save_plan
-from recsys.training.alike import check_alike, check_shared
+from recsys.training.alike import check_alike, check_shared, unlike_versions
 from recsys.training.build import Built, Publishes, build_model
 from recsys.training.figures import log_end
 from recsys.training.learning import learn_facts
@@ -207,7 +207,7 @@ def _log_start(inputs: Inputs, session: _Session) -> None:
     logger.info("%s on %d × %s, writing to %s", config.run.name, world.world_size, world.device.type, session.run_dir)
     for role, dataset in inputs.datasets.items():
         logger.info("%s: %s rows in %d files", role, f"{dataset.num_rows:,}", dataset.num_files)
-    for sentence in (*session.instead, *idle_settings(config)):
+    for sentence in (*session.instead, *idle_settings(config), *unlike_versions(world)):
         logger.warning("%s", sentence)
     if repeated := repeated_decoding(config, world.world_size):
         logger.info("%s", repeated)

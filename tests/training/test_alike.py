@@ -12,7 +12,7 @@ from recsys.config import Config, load_config
 from recsys.errors import UserError
 from recsys.runtime.run_lock import RunLock
 from recsys.training import alike
-from recsys.training.alike import check_alike, check_shared
+from recsys.training.alike import check_alike, check_shared, unlike_versions
 
 SAMPLE = ROOT / "configs" / "dlrm_sample.yaml"
 
@@ -80,3 +80,18 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(
         monkeypatch.setattr(alike, "_SEEN_WITHIN_S", 30)
         threading.Timer(0.3, lambda: (own / ".lock").write_bytes((shared / ".lock").read_bytes())).start()
         check_shared(own, lock, world, what)
+
+
+def test_other_versions_on_a_machine_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    alone: Any = SimpleNamespace(gather=lambda mine: (sent.append(mine), [mine])[1])
+    for host, torch, commit in (("a", "2.13", "abc"), ("a", "2.13", "abc"), ("b", "2.12", None), ("b", "2.12", None)):
+        monkeypatch.setattr(alike.socket, "gethostname", lambda host=host: host)
+        monkeypatch.setattr(alike, "installed_versions", lambda torch=torch: {"torch": torch, "numpy": "2.4"})
+        monkeypatch.setattr(alike, "git_commit", lambda commit=commit: commit)
+        assert unlike_versions(alone) == []
+    (told,) = unlike_versions(SimpleNamespace(gather=lambda mine: sent))  # type: ignore[arg-type]
+    assert told.startswith("rank 2 on b has torch 2.12 where rank 0 has 2.13; give all machines the same")
+    sent[1] = "a", sent[0][1], "abc+"
+    told = unlike_versions(SimpleNamespace(gather=lambda mine: sent[:2]))[0]  # type: ignore[arg-type]
+    assert told.startswith("rank 1 on a has commit abc+ where rank 0 has abc; ")
