@@ -1,1 +1,1 @@
-"""Public, synthetic and delimited data to Parquet, for `recsys prepare`."""
+"""Converters of public, synthetic and delimited data to Parquet, for `recsys prepare`."""

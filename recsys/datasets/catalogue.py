@@ -10,16 +10,16 @@ from recsys.errors import UserError
 
 
 def described(flag: str, table: pa.Table, ids: pa.Array, all_of_them: bool) -> pa.Table:
-    """Return ids with features, nulls where a table has no row of an id.
+    """Return ids with features, which are null if a table has no row for an id.
 
     Args:
         flag: by which the user named the table's files, for messages.
         table: its ids in the first column, then features.
         ids: of a log, each once.
-        all_of_them: ids of the table that the log does not have come behind its own; else they are left out.
+        all_of_them: ids that only the table has follow those of the log; otherwise they are left out.
 
     Raises:
-        UserError: an id is null or there twice, or no type holds the ids of both.
+        UserError: an id is null or occurs twice, or no type holds the ids of both.
     """
     names = table.column_names
     both = [pa.table({names[0]: column}) for column in (ids, id_column(table, names[0]))]

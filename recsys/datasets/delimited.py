@@ -1,4 +1,4 @@
-"""Delimited text, plain or compressed, to Parquet by the contract of data/README.md, at constant memory."""
+"""Delimited text, plain or compressed, to Parquet by the contract of data/README.md, in constant memory."""
 
 from __future__ import annotations
 
@@ -110,9 +110,9 @@ class CsvOptions:
 def convert_csv(inputs: list[Path], out: Path, options: CsvOptions, overwrite: bool = False) -> None:
     """Write the rows of all files, in order, below ``out``: ``part-*.parquet``, or a folder a split.
 
-    Types not given are inferred from the first block of the first file that has rows, and hold for all files. Empty
-    fields and ``null_values`` become null. Raises UserError for what a user can mend: a missing file or
-    column, a value that does not fit its type, files of different columns, a split without rows.
+    Types that are not given are inferred from the first block of the first file that has rows, and apply to all files.
+    Empty fields and ``null_values`` become null. Raises UserError for what a user can mend: a missing file or column, a
+    value that does not fit its type, files of different columns, a split without rows.
     """
     _check(options)
     reader = _Reader(inputs, options)
@@ -170,7 +170,7 @@ class _Reader:
         self.types.update({name: pa.string() for name in [*options.lists, *options.tokens]})
         for path in inputs:
             check_start(path)
-        self._first = next(filter(self._has_rows, inputs), inputs[0])  # a header alone, as Spark writes, tells no types
+        self._first = next(filter(self._has_rows, inputs), inputs[0])  # a header alone, as Spark writes, shows no types
         head, self.names = self._open(self._first)
         self._check_names()
         texts = dict.fromkeys(self._beyond_int64(head.schema), pa.string())
@@ -212,10 +212,10 @@ class _Reader:
             raise UserError(f"{self._first}: column {column.name!r} is not UTF-8; {CONVERT}")
         if pa.types.is_timestamp(column.type) and column.type.unit == "s":  # later ones may have fractions
             return pa.timestamp(TYPES["timestamp"].unit, column.type.tz)
-        return pa.string() if pa.types.is_null(column.type) else column.type  # nulls tell of no type: any value
+        return pa.string() if pa.types.is_null(column.type) else column.type  # nulls show no type; text fits all
 
     def _beyond_int64(self, inferred: pa.Schema) -> list[str]:
-        """Columns of whole numbers, some beyond int64, for which Arrow infers float64: it makes one of several ids."""
+        """Columns of whole numbers, some beyond int64: Arrow infers float64, in which several ids become one."""
         names = [field.name for field in inferred if pa.types.is_float64(field.type) and field.name not in self.types]
         if not names:
             return []
@@ -233,7 +233,7 @@ class _Reader:
                 yield self._convert(batch, path)
 
     def column(self, name: str) -> Iterator[pa.Array]:
-        """One column alone, as it is read, batch by batch."""
+        """A single column, as it is read, batch by batch."""
         for path in self.inputs:
             for batch in self._raw(path, [name]):
                 yield batch[name]
@@ -304,11 +304,11 @@ class _Splitter:
             self.cuts = self._time_cuts(reader)
 
     def __call__(self, batch: pa.RecordBatch, first_row: int) -> np.ndarray:
-        """The index into ``names`` for each row; ``first_row`` is the number of the batch's first row."""
+        """The index into ``names`` for each row; ``first_row`` is the number of the first row of the batch."""
         if len(self.names) == 1:
             return np.zeros(batch.num_rows, np.int64)
         if self.rule == "time":
-            # side="right": all rows of the moment where a split begins belong to it.
+            # side="right": all rows of the moment in which a split begins belong to it.
             return np.searchsorted(self.cuts, self._times(batch[self.column]), side="right")
         if self.rule == "random":
             keys = first_row + np.arange(batch.num_rows)

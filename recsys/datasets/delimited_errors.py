@@ -1,4 +1,4 @@
-"""Errors of delimited files that hold something else than they are read as."""
+"""Errors of delimited files whose content is not what they are read as."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _JSON = (
     "{} holds JSON, and no delimited text; write its records as Parquet, as by pyarrow.json.read_json of a file with "
     "one a line, and pyarrow.parquet.write_table"
 )
-# A number or a date in place of a column's name.
+# A number or a date instead of the name of a column.
 _NUMBER = r"^[-+]?[0-9]+([.,][0-9]*)?([eE][-+]?[0-9]+)?$"
 _VALUE = re.compile(rf"{_NUMBER}|\d{{4}}-\d\d-\d\d.*")
-_IN_TEXTS = ",;: "  # delimiters that texts of several lines may hold as well, which are in quotes for that reason
+_IN_TEXTS = ",;: "  # delimiters that texts of several lines, which are quoted, may hold too
 
 
 def check_start(path: Path) -> None:
-    """Raise a UserError for a path that is no file, or a file that begins like one of another format than text."""
+    """Raise a UserError for a path that is no file, or a file that begins like a format other than text."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; name the files in it, as {path}/*.csv does")
     if not path.is_file():
@@ -48,7 +48,7 @@ def check_start(path: Path) -> None:
 
 @contextmanager
 def told(path: Path) -> Iterator[None]:
-    """Turn Arrow's complaints inside the block into a UserError that names the file and a remedy."""
+    """Turn errors of Arrow inside the block into a UserError that names the file and a remedy."""
     try:
         yield
     except UnicodeDecodeError:
@@ -110,14 +110,14 @@ def _rows_in_text(schema: pa.Schema, place: int, delimiter: str) -> str | None:
     """Return a pattern of texts in column `place` that hold rows: behind the text itself the rest of its own row, and
     then the start of another one, down to the same column, with digits where columns are of numbers or times.
 
-    None: no other column is of these, by which a row would be told from a text of several lines.
+    None: no other column is numbers or times, so rows cannot be told from a text of several lines.
     """
     with_digits = [pa.types.is_primitive(field.type) and not pa.types.is_boolean(field.type) for field in schema]
     if not any(with_digits[:place] + with_digits[place + 1 :]):
         return None
     fields = [rf"{'[-+]?[0-9]' if digits else ''}[^{delimiter}\n]*" for digits in with_digits]
     rest = "".join(delimiter + field for field in fields[place + 1 :])
-    # Of a text in the first column a whole row has to follow, since nothing stands before that column.
+    # A text in the first column must be followed by a whole row, since nothing is before that column.
     start = "".join(field + delimiter for field in fields[:place]) or f"{delimiter.join(fields)}\n"
     return f"^{fields[place]}{rest}\n{start}"
 

@@ -1,4 +1,4 @@
-"""Histories: a Parquet log with lists of its user's earlier values in each row, for models that read a history.
+"""Histories: a Parquet log whose rows have lists of the earlier values of their user, for models that read a history.
 
 1. `_Log` reads the times of all files, and cuts them into stretches of about a million rows.
 2. The rows of one stretch after the other are read and put in order.
@@ -39,11 +39,11 @@ from recsys.runtime.arguments import names
 from recsys.runtime.files import naming
 
 KIND = "histories"
-USERS = "_users.parquet"  # in the folder that is written; readers of Parquet folders leave out what begins so
+USERS = "_users.parquet"  # in the folder that is written; readers of Parquet folders skip names that begin like this
 STRETCH_ROWS = 1 << 20
-SAMPLED = 1 << 10  # of so many times in order one is kept, to find where to cut
-GROUP_VALUES = 1 << 22  # of a list column in a row group, at most, where that leaves a thousand rows
-_OFTEN = 4  # times that a row is read, which are told
+SAMPLED = 1 << 10  # one of this many sorted times is kept, to find where to cut
+GROUP_VALUES = 1 << 22  # most values of a list column in a row group, unless that leaves fewer than a thousand rows
+_OFTEN = 4  # a note is printed if a row is read this many times
 
 
 @dataclass
@@ -76,13 +76,13 @@ class HistoryOptions:
 
 
 def convert_histories(inputs: Sequence[Path], out: Path, options: HistoryOptions, overwrite: bool = False) -> None:
-    """Write the rows of Parquet files, globs or folders of them, in the order of time, with lists of what came before.
+    """Write the rows of Parquet files, globs or folders of them, in order of time, with lists of what came before.
 
-    Rows of one moment are in the order of the files. Held in memory are a million rows or, if that is more, those of
-    one moment, and the newest values of all users so far.
+    Rows of one moment are in the order of the files. Memory holds a million rows or, if they are more, those of one
+    moment, and the newest values of all users so far.
 
     Raises:
-        UserError: a column that is not there, is null or of a type that does not fit; what goes before does not.
+        UserError: a column is missing, null or of a type that does not fit, or the folder of earlier rows does not fit.
     """
     check_bounds(options)
     log = _Log(inputs, options)
@@ -117,7 +117,7 @@ def _counting(rows: pa.Table, where: str | None) -> np.ndarray:
 
 
 class _Log:
-    """The rows of a log, in the order of time.
+    """The rows of a log, in order of time.
 
     Attributes:
         schema: of the columns of all files, then the fields of structs that options name.
@@ -142,7 +142,7 @@ class _Log:
         self._survey()
 
     def _check(self, empty: pa.Table) -> None:
-        """Raise a UserError for lists and conditions that do not fit the columns of `empty`, which has no rows."""
+        """Raise a UserError for lists and conditions that do not fit the columns of `empty`, a table without rows."""
         options = self._options
         written = [options.name, *(f"{options.name}_{column}" for column in options.columns)]
         for name in written:
@@ -219,7 +219,7 @@ def _carried(options: HistoryOptions, log: _Log) -> tuple[pa.Table, pa.Schema]:
     """Return the lists before the first row of a log, and the types of users and of values, both for `Stretch`.
 
     Raises:
-        UserError: `--after` names what was written with other options, or has rows that do not come before.
+        UserError: the folder of `--after` was written with other options, or has rows that are not earlier.
     """
     kinds = pa.schema(
         [(options.user, log.user_kind), *((n, log.schema.field(c).type) for n, c in options.lists.items())]
@@ -261,5 +261,5 @@ def _check_after(options: HistoryOptions, folder: Path, log: _Log) -> None:
 
 
 def _json(time: np.generic) -> str | int | float:
-    """Return a time as a value of JSON, with all its digits."""
+    """Return a time as a JSON value, with all its digits."""
     return str(time) if isinstance(time, np.datetime64) else time.item()

@@ -1,4 +1,4 @@
-"""`recsys inspect`: a table of what the columns of a log hold, and a config to begin with."""
+"""`recsys inspect`: a table of what the columns of a log hold, and a first config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recsys.runtime.files import prepare_output, write_output
 
 
 def main(parser: Parser, arguments: Sequence[str]) -> int:
-    """Carry out `recsys inspect`, whose arguments the parser gets here; return the exit status 0."""
+    """Run `recsys inspect`, whose arguments are added to the parser here; return the exit status 0."""
     parser.add_argument("data", metavar="DATA", nargs="+", help="Parquet: directories, globs or files to train on")
     parser.add_argument(
         "--valid",

@@ -1,4 +1,4 @@
-"""Retrieval data of a Parquet log of interactions: reading, an existing or a new split, and writing."""
+"""Retrieval data from a Parquet log of interactions: reading, an existing or a new split, and writing."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class LogOptions:
 
 
 def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrite: bool = False) -> None:
-    """Write what `write_retrieval` and `write_users` make of a log: Parquet files, globs or folders of them.
+    """Write what `write_retrieval` and `write_users` make of a log of Parquet files, globs or folders of them.
 
-    Of a user's rows with one item the first counts, unless users are the rows of train; of an existing split, the first
-    of the first part. Features are those of the user's, or item's, last row, or of a table of their own. The columns
-    are held in memory, some 150 bytes a row of integer ids, and lists for some rows at a time.
+    If a user has several rows with one item, the first counts, unless users are the rows of train; in an existing
+    split, the first in the first part. Features come from the last row of the user or item, or from a table of their
+    own. Memory holds the columns, some 150 bytes a row for integer ids, and lists for some rows at a time.
 
     Raises:
-        UserError: a column that is not there, is null somewhere or is no time; nothing to hold out.
+        UserError: a column is missing, has nulls or is no time, or there is nothing to hold out.
     """
     wanted = _wanted_columns(options)
     parts = [
@@ -128,14 +128,14 @@ def _wanted_columns(options: LogOptions) -> list[str]:
 
 
 def _tokenized(table: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Return a table of users or items in which texts, those of its columns that are named, are lists of words."""
+    """Return a table of users or items in which the texts of its columns among `names` are lists of words."""
     for place, name in enumerate(table.column_names):
         table = table.set_column(place, name, tokenize(table[name], name)) if name in names else table
     return table
 
 
 def _tell_repeats(log: Log, split: np.ndarray) -> None:
-    """Print how many held-out rows have items that their users had before, so that they are never found."""
+    """Print how many held-out rows have items that their users had before, and that are therefore never found."""
     pair = log.user * len(log.items) + log.item
     for number, name in ((1, "valid"), (2, "test")):
         held_out = pair[split == number]
@@ -149,7 +149,7 @@ def _tell_repeats(log: Log, split: np.ndarray) -> None:
 
 
 def _new_split(log: Log, hold_out: str) -> np.ndarray:
-    """Return the split of `--hold-out`. Raises UserError if it would hold nothing out, and is to."""
+    """Return the split of `--hold-out`. Raises UserError if it should hold rows out and would not."""
     if hold_out == "none":
         return np.zeros(len(log.user), np.int8)
     if hold_out == "last":
@@ -210,7 +210,7 @@ def _one_item_a_row(table: pa.Table, item: str) -> pa.Table:
     if not pa.types.is_list(column.type):
         return table
     items = pc.list_flatten(column)
-    if items.null_count:  # which no --where can leave out
+    if items.null_count:  # no --where can leave these out
         raise UserError(
             f"the lists of column {item!r} hold {items.null_count:,} nulls, and every item needs an id; "
             f"write the lists without them"
@@ -220,7 +220,7 @@ def _one_item_a_row(table: pa.Table, item: str) -> pa.Table:
 
 
 def _log(table: pa.Table, columns: LogOptions, split: np.ndarray | None) -> tuple[Log, np.ndarray | None]:
-    """Return each user's first row with each item, or all rows, and their split, if there is one."""
+    """Return the first row of each user with each item, or all rows, and their split, if there is one."""
     (user, users), (item, items) = _numbered(table, columns.user), _numbered(table, columns.item)
     time = np.arange(len(table)) if columns.time is None else _ranks(table, columns.time)
     order = np.argsort(time, kind="stable")
@@ -242,25 +242,25 @@ def _log(table: pa.Table, columns: LogOptions, split: np.ndarray | None) -> tupl
 
 
 def _featured(table: pa.Table, order: np.ndarray, numbers: np.ndarray, ids: pa.Array, names: list[str]) -> pa.Table:
-    """Return ids, under the first of `names`, with the features of each one's last row; `numbers` are of the rows."""
+    """Return ids, under the first of `names`, with the features of the last row of each; `numbers`: of ids, by row."""
     latest = np.empty(len(ids), np.int64)
-    latest[numbers[order]] = order  # of several the last stays
+    latest[numbers[order]] = order  # the last of several stays
     return pa.table([ids, *(table[name].take(pa.array(latest)) for name in names[1:])], names)
 
 
 def _numbered(table: pa.Table, name: str) -> tuple[np.ndarray, pa.Array]:
-    """Return the number of each row's id, int64 [rows], and the ids in the order of their first rows."""
+    """Return the number of the id of each row, int64 [rows], and the ids in the order of their first rows."""
     encoded = id_column(table, name).dictionary_encode()
     return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary
 
 
 def _ranks(table: pa.Table, name: str) -> np.ndarray:
-    """Return the place of each row's time among all times, int64."""
+    """Return the place of the time of each row among all times, int64."""
     return np.unique(time_values(table, name), return_inverse=True)[1]
 
 
 def _held_out_last(log: Log, split: np.ndarray) -> bool:
-    """Whether no row that is held out came before one of its user's in train."""
+    """Whether no held-out row came before a row of its user in train."""
     latest = np.full(log.users.num_rows, -1)
     np.maximum.at(latest, log.user[split == 0], log.time[split == 0])
     return bool((log.time[split > 0] >= latest[log.user[split > 0]]).all())

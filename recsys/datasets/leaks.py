@@ -1,4 +1,4 @@
-"""Columns that tell the label: known only once it is, or what it was made of."""
+"""Columns that give the label away: known only once the label is, or what it was made from."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from recsys.datasets.logs import LogFiles, joined
 
 _ROW_GROUPS = 8
 _ROWS_OF_EACH = 25_000
-_MOST_CODES = 1000  # values that are told apart
-_RANGES = 100  # of numbers, where there are more
+_MOST_CODES = 1000  # values that are distinguished
+_RANGES = 100  # ranges of numbers with more values
 
 
 def sample(files: LogFiles, columns: Sequence[str]) -> pa.Table:
@@ -28,9 +28,9 @@ def sample(files: LogFiles, columns: Sequence[str]) -> pa.Table:
 
 
 def auc_alone(values: pa.Array, positive: np.ndarray) -> float:
-    """Return the AUC of each value's share of positive rows in one half of the rows, on the other half.
+    """Return the AUC, on half of the rows, of the share of positive rows that each value has in the other half.
 
-    Numbers of many values are cut into ranges with as many rows each. It is .5 where a half has one label alone.
+    Numbers with many values are cut into ranges with equally many rows. The AUC is .5 if a half has only one label.
 
     Args:
         values: [rows], of any type that is not nested. positive: bool [rows].
@@ -50,7 +50,7 @@ def auc_alone(values: pa.Array, positive: np.ndarray) -> float:
 
 
 def _codes(values: pa.Array) -> np.ndarray:
-    """Return a number for each value, or for its range; null has its own."""
+    """Return a number for each value, or for its range; null has a number of its own."""
     kind = values.type
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     values = values.cast(pa.float64(), safe=False) if is_number else values

@@ -37,7 +37,7 @@ class LogFiles:
     """The files of a log: paths, globs or folders, listed as training lists them (see `find_files`).
 
     Args:
-        flag: by which the user named the paths, for messages.
+        flag: the option that named the paths, for messages.
     """
 
     def __init__(self, flag: str, paths: Sequence[Path | str]) -> None:
@@ -58,13 +58,13 @@ class LogFiles:
 
 
 class LogFile:
-    """A file of a log: columns in Parquet's own types for them, fields of structs, and keys in its path.
+    """A file of a log: columns in the types of Parquet, fields of structs, and keys in its path.
 
     Attributes:
         name: its path.
         columns: all that it has, without fields; those of the path come last.
-        leaves: the same, but of structs their fields.
-        num_row_groups: that it has.
+        leaves: the same, but with fields instead of structs.
+        num_row_groups: number of its row groups.
     """
 
     def __init__(self, name: str, storage: Storage, footer: pq.FileMetaData, key_kinds: dict[str, pa.DataType]) -> None:
@@ -84,15 +84,15 @@ class LogFile:
         return column in self._stored or column in self._keys
 
     def dtype(self, column: str) -> pa.DataType:
-        """Return the type of a column that the file has."""
+        """Return the type of a column of the file."""
         return self._stored[column].dtype if column in self._stored else self._key_kinds[column]
 
     def num_rows(self, row_group: int) -> int:
-        """Return the rows of a row group."""
+        """Return the number of rows of a row group."""
         return int(self._footer.row_group(row_group).num_rows)
 
     def read(self, names: Sequence[str], row_groups: Sequence[int] | None = None) -> pa.Table:
-        """Return columns of some row groups, or of all. Raises UserError for one that is missing or there twice."""
+        """Return columns of some row groups, or of all. Raises UserError for one that is missing or occurs twice."""
         stored = {column: self._stored[column] for column in names if column in self._stored}
         for outer in (place.steps[0] for place in stored.values()):
             if (count := self._arrow.names.count(outer)) > 1:
@@ -127,10 +127,10 @@ def joined(tables: Sequence[pa.Table], places: Sequence[str] = ()) -> pa.Table:
     """Concatenate tables, in types that hold all values; a column that a table lacks is null there.
 
     Args:
-        places: where each table is from, for messages.
+        places: where each table comes from, for messages.
 
     Raises:
-        UserError: a column has values in one table that its type in others, as training takes them together, has not.
+        UserError: a column has values in one table that its type in the others cannot hold, as training joins them.
     """
     names = dict.fromkeys(chain.from_iterable(table.column_names for table in tables))
     return pa.table({name: _joined(tables, name, places) for name in names})
@@ -155,10 +155,10 @@ def _joined(tables: Sequence[pa.Table], name: str, places: Sequence[str]) -> pa.
 
 
 def id_column(table: pa.Table, name: str, nulls: bool = False) -> pa.Array:
-    """Return ids, of which decimals and whole floats have become integers; UserError for other types, and for nulls.
+    """Return ids, with decimals and whole floats as integers; UserError for other types, and for nulls.
 
     Args:
-        nulls: are allowed, and stay.
+        nulls: whether nulls are allowed; they stay.
     """
     column = _checked(table, name, _ID_KINDS, nulls, "an id", "a whole number, a string or bytes")
     if pa.types.is_integer(column.type) or is_text(column.type):
@@ -168,7 +168,7 @@ def id_column(table: pa.Table, name: str, nulls: bool = False) -> pa.Array:
 
 
 def _integers(column: pa.Array, name: str) -> pa.Array:
-    """Return ids that are whole decimals or floats, such as pandas makes of integers with nulls, as int64."""
+    """Return whole decimals or floats, which pandas makes of integers with nulls, as int64."""
     try:
         keys = read_keys(column)
     except UserError as error:
@@ -197,7 +197,7 @@ def time_values(table: pa.Table, name: str) -> np.ndarray:
 def _checked(
     table: pa.Table, name: str, kinds: Sequence[Callable[[pa.DataType], bool]], nulls: bool, what: str, allowed: str
 ) -> pa.Array:
-    """Return a column, if it is of one of some kinds of types, and has no nulls unless it may."""
+    """Return a column, if it has one of some kinds of types, and no nulls unless it may."""
     column = table[name]
     if not any(fits(column.type) for fits in kinds):
         raise UserError(f"column {name!r} is {column.type}; {what} is {allowed}")

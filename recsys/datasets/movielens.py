@@ -1,8 +1,8 @@
-"""MovieLens-100K out of the RecBole wheel, in RecBole's own two splits.
+"""MovieLens-100K from the RecBole wheel, in the two splits of RecBole.
 
-The wheel carries the data set, so that pip is all the download needs. The splits are those of
-``recbole/data/dataset/dataset.py`` (``build``, ``split_by_ratio``) with RecBole's default seed 2020 and
-ratio 8:1:1, random order: figures published by RecBole are on exactly these rows.
+The wheel contains the data set, so pip is all that the download needs. The splits are those of
+``recbole/data/dataset/dataset.py`` (``build``, ``split_by_ratio``) with RecBole's default seed 2020 and ratio 8:1:1,
+random order: figures published by RecBole are on exactly these rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DOWNLOAD_SECONDS = 300
 
 
 def prepare_movielens_100k(out: Path, cache: Path) -> bool:
-    """Write MovieLens-100K below ``out``; False if this version of it is there already.
+    """Write MovieLens-100K below ``out``; return False if this version is there already.
 
     Folders ``ctr/{train,valid,test}`` and ``retrieval/{train,valid,test,items}``; data/README.md lists
     the columns. ``cache`` keeps the wheel. Raises UserError if it cannot be had or is not as expected.
@@ -81,11 +81,11 @@ def fetch_wheel(cache: Path) -> Path:
 
 
 def read_wheel(wheel: Path) -> tuple[pa.Table, pa.Table, pa.Table]:
-    """Ratings in file order, users (user_id and USER_COLUMNS) and items (item_id, release_year, genres), sorted by id.
+    """Ratings in file order; users (user_id and USER_COLUMNS) and items (item_id, release_year, genres), sorted by id.
 
-    Ratings have user_id, item_id, timestamp (int64, seconds since 1970) and rating (float32). Every user and item of
-    theirs has a row in its table, of nulls if the wheel does not know it.
-    Raises UserError if a file in the wheel is not byte for byte the one that the splits belong to.
+    Ratings have user_id, item_id, timestamp (int64, seconds since 1970) and rating (float32). Every user and item with
+    a rating has a row in its table, with nulls if the wheel does not describe it. Raises UserError if a file in the
+    wheel is not byte for byte the one that the splits belong to.
     """
     content = {}
     try:
@@ -120,7 +120,7 @@ def _parse_items(content: bytes) -> pa.Table:
 
 
 def _complete(table: pa.Table, ratings: pa.Table) -> pa.Table:
-    """The table with a row of nulls for every id of the ratings that it lacks, sorted by id, its first column."""
+    """The table, with a row of nulls for each id of the ratings that it lacks, sorted by id, its first column."""
     ids = ratings.select(table.column_names[:1])
     missing = pc.invert(pc.is_in(ids.column(0), table.column(0)))
     extra = ids.filter(missing).group_by(ids.column_names).aggregate([])

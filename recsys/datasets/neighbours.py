@@ -1,4 +1,4 @@
-"""Neighbours of items, which often come together with them, as a list for each user, for UltraGCN's loss."""
+"""Neighbours of items, which often occur together with them, as a list for each user, for the loss of UltraGCN."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ def neighbour_lists(lists: pa.ListArray, most: int) -> tuple[pa.ListArray, pa.Li
     encoded = lists.flatten().dictionary_encode()
     num_lists, num_items = len(lists), len(encoded.dictionary)
     of_list = np.repeat(np.arange(num_lists), np.diff(lists.offsets.to_numpy()))
-    pairs = distinct(of_list * num_items + encoded.indices.to_numpy())  # a list has an item once
+    pairs = distinct(of_list * num_items + encoded.indices.to_numpy())  # a list has each item once
     row, item = np.divmod(pairs, num_items)
     neighbours, weights = _neighbours(row, item, num_lists, num_items, most)
     nothing = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
@@ -33,7 +33,7 @@ def neighbour_lists(lists: pa.ListArray, most: int) -> tuple[pa.ListArray, pa.Li
 def _neighbours(
     row: np.ndarray, item: np.ndarray, num_lists: int, num_items: int, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the neighbours of each item, -1 where there are no more, and their weights: [items, most]."""
+    """Return the neighbours of each item, filled up with -1, and their weights: [items, most]."""
     starts = np.searchsorted(row, np.arange(num_lists + 1))
     sums = np.bincount(item, np.diff(starts)[row], num_items)
     by_item = np.argsort(item, kind="stable")
@@ -46,7 +46,7 @@ def _neighbours(
         )
         others, counts = together[together != i], counts[together != i]
         weight = counts / max(1, sums[i] - len(owners)) * np.sqrt(sums[i] / sums[others])
-        best = np.lexsort((others, -weight))[:most]  # of equal ones the first
+        best = np.lexsort((others, -weight))[:most]  # the first of equal ones
         neighbours[i, : len(best)], weights[i, : len(best)] = others[best], weight[best]
     return neighbours, weights
 

@@ -39,7 +39,7 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> None:
 
     Raises:
         UserError: a mistake in the words, or in what is converted. OSError: a file cannot be written.
-        KeyboardInterrupt: Ctrl-C, or SIGTERM as `TerminatedError`. Nothing is left of the output then, either.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM as `TerminatedError`. Then, too, no output is left.
     """
     args = _parser(prog).parse_args(arguments)
     with ending_orderly():

@@ -1,4 +1,4 @@
-"""A config for a log, by what its columns hold: a DLRM ranker with an id feature, a list or a number for each."""
+"""A config for a log, based on what its columns hold: a DLRM ranker with an id, list or number feature for each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLAIN = re.compile(r"[A-Za-z_][\w-]*")
 _MOST_LENGTH = 100  # of lists, by default
 _FEW_ROWS, _FEWER_ROWS = 1_000_000, 50_000
 _TELLS = 0.98  # AUC
-_LARGE = 10  # numbers further from 0 than this are made smaller
+_LARGE = 10  # numbers farther from 0 than this are scaled down
 _FEW_NUMBERS = 50
 _ROWS_OF_AN_ID = 10
 _MOST_SPARE_ROWS = 10_000_000
@@ -37,7 +37,7 @@ class Use(NamedTuple):
 
     Attributes:
         kind: id, number, vector, time, label or none.
-        why: it is so, or what to look at, for the user; may be empty.
+        why: reason for it, or what the user should look at; may be empty.
     """
 
     kind: str
@@ -48,8 +48,8 @@ class Label(NamedTuple):
     """What is learned.
 
     Attributes:
-        columns: that it is made of. yaml: what stands in the config, in section data.
-        condition: as of data.filter, of the rows with label 1; None of a label that is any number.
+        columns: those that it is made from. yaml: its lines in section data of the config.
+        condition: filter, as in data.filter, of the rows with label 1; None if the label is any number.
     """
 
     columns: Sequence[str]
@@ -58,10 +58,10 @@ class Label(NamedTuple):
 
 
 def label_of(columns: Mapping[str, Column], text: str | None) -> Label:
-    """Return the label that `text` names, a column or a condition as of data.filter; by default the one of 0 and 1.
+    """Return the label that `text` names, a column or a condition as in data.filter; by default the column of 0 and 1.
 
     Raises:
-        UserError: there is no such column, or none that is the only one of 0 and 1 or named as a label is.
+        UserError: there is no such column, or it is not clear which column of 0 and 1 is the label.
     """
     if text is None:
         candidates = [name for name, column in columns.items() if _is_binary(column)]
@@ -96,7 +96,7 @@ def label_of(columns: Mapping[str, Column], text: str | None) -> Label:
 
 
 def uses_of(columns: Mapping[str, Column], label: Label | None, files: LogFiles) -> dict[str, Use]:
-    """Return what each column is proposed to be; none for those that tell the label alone, by a sample of the rows."""
+    """Return what each column is proposed to be; none for those that give the label away in a sample of the rows."""
     uses = {name: _use(column) for name, column in columns.items()}
     if label is None:
         return uses
@@ -134,7 +134,7 @@ def _use(column: Column) -> Use:
         return Use("none", "another label?")
     if not column.is_whole or pa.types.is_boolean(column.element) or pa.types.is_temporal(column.element):
         return Use("number")
-    if pa.types.is_floating(column.element) and not column.num_nulls:  # with nulls pandas makes floats of integers
+    if pa.types.is_floating(column.element) and not column.num_nulls:  # pandas makes floats of integers with nulls
         return Use("number")
     if _looks_counted(column):
         return Use("number")
@@ -148,9 +148,9 @@ def _use(column: Column) -> Use:
 
 
 def _looks_counted(column: Column) -> bool:
-    """Return whether numbers are many small ones and few large ones, with gaps, and not named as ids: counts, amounts.
+    """Return whether numbers look like counts or amounts: many small and few large ones, with gaps, not named like ids.
 
-    Ids that go by how frequent they are look so too, but have fewer gaps.
+    Ids numbered by frequency look like that too, but have fewer gaps.
     """
     if _ID.search(column.name) or not isinstance(column.least, int | float) or column.least < 0:
         return False
@@ -193,13 +193,13 @@ def config_of(
     """Return a config, as YAML with comments.
 
     Args:
-        columns: by name, and uses: what each is to be.
+        columns: by name. uses: what each is used as.
         label: of a ranker; None: two towers.
-        paths: of data.train, and of data.valid, data.test and data.items where there are any.
+        paths: of data.train, and of data.valid, data.test and data.items if there are any.
         of_items: columns of data.items, the ids first.
 
     Raises:
-        UserError: no column is one of ids.
+        UserError: no column has ids.
     """
     names = _feature_names([name for name, use in uses.items() if use.kind in ("id", "number", "vector")])
     ids = {name: columns[name] for name in names if uses[name].kind == "id"}
@@ -231,13 +231,13 @@ def config_of(
 
 
 def _ranker(label: Label, num_features: int) -> tuple[str, str]:
-    """Return a DLRM's section of a config, and the metric by which the best step is chosen; empty: none."""
+    """Return section `model` for DLRM, and the metric that chooses the best step; empty: none."""
     alone = ", interaction: dot_and_embeddings" if num_features == 1 else ""
     return f"model: {{name: dlrm, top_mlp: [256, 64]{alone}}}", "auc" if label.condition else ""
 
 
 def _towers(names: Mapping[str, str], of_items: Sequence[str]) -> tuple[str, str]:
-    """Return what `_ranker` does, of two towers. Raises UserError if one has no feature."""
+    """Return the same for two towers. Raises UserError if a tower has no feature."""
     items = [names[name] for name in of_items if name in names]
     users = [name for column, name in names.items() if column not in of_items]
     if not (items and users):
@@ -251,7 +251,7 @@ def _towers(names: Mapping[str, str], of_items: Sequence[str]) -> tuple[str, str
 
 
 def _feature_names(columns: Sequence[str]) -> dict[str, str]:
-    """Return a name for a feature by column, each once: of its letters, digits, _ and -."""
+    """Return a unique feature name for each column, made of its letters, digits, _ and -."""
     names: dict[str, str] = {}
     for column in columns:
         name = re.sub(r"[^\w-]+", "_", column).lstrip("-").encode()[:100].decode(errors="ignore") or "feature"
@@ -262,7 +262,7 @@ def _feature_names(columns: Sequence[str]) -> dict[str, str]:
 
 
 def _tables(ids: Mapping[str, Column], names: Mapping[str, str]) -> dict[str, str]:
-    """Return the table of each column of ids: of a list the one of a column that mostly has the same ids."""
+    """Return the table of each column of ids; a list shares that of a column with mostly the same ids."""
     alone = {name: column for name, column in ids.items() if not column.is_list}
     short = {name: names[name].removesuffix("_id") for name in alone}
     tables = {name: short[name] if short[name] not in ("", *names.values()) else names[name] for name in alone}
@@ -275,7 +275,7 @@ def _tables(ids: Mapping[str, Column], names: Mapping[str, str]) -> dict[str, st
 
 
 def _may_be_alike(one: Column, other: Column) -> bool:
-    """Return whether values that both have are the same ids: few numbers from 0 on are in any column."""
+    """Return whether values that both columns have are the same ids; a few numbers from 0 on are in any column."""
     return is_text(one.element) == is_text(other.element) and (is_text(one.element) or one.num_distinct >= _FEW_NUMBERS)
 
 
@@ -301,7 +301,7 @@ def _feature(column: Column, use: Use, name: str, table: str) -> str:
 
 
 def _number(value: Any) -> float:
-    """Return a value of a number or of a length of time as training takes it."""
+    """Return a number, or a length of time, as training reads it."""
     if hasattr(value, "total_seconds"):
         return float(value.total_seconds())
     return float(value) if not hasattr(value, "hour") else 3600.0 * value.hour
@@ -318,7 +318,7 @@ def _table(name: str, columns: Sequence[Column], dim: int, hashed: bool) -> str:
 
 
 def _cut(columns: Mapping[str, Column], uses: Mapping[str, Use]) -> str:
-    """Return filters by which a tenth of the rows is for validation, the last ones where there is a time."""
+    """Return filters that hold out a tenth of the rows for validation, the last ones if there is a time."""
     times = [column for name, column in columns.items() if uses[name].kind == "time" and not column.num_nulls]
     column = max(times, key=lambda column: column.num_distinct, default=None)
     if column is None or (end := column.time_after(0.9)) == column.least:
@@ -334,6 +334,6 @@ def _texts(texts: Sequence[str]) -> str:
 
 
 def _text(text: str) -> str:
-    """Return a text as YAML has it: plain where it can stand so."""
+    """Return a text as YAML writes it: plain if possible."""
     known = text.lower() in ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
     return text if _PLAIN.fullmatch(text) and not known else json.dumps(text, ensure_ascii=False)

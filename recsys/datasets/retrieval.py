@@ -1,4 +1,4 @@
-"""Retrieval data of interactions: rows to train on, queries for evaluation, and the items to find."""
+"""Retrieval data from interactions: rows to train on, queries for evaluation, and the items to find."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recsys.runtime.loops import distinct
 
 FILE_ROWS = 16 * ROW_GROUP_ROWS
 HISTORY = 50
-_VALUES_AT_ONCE = 1 << 22  # of lists, which a table holds: Arrow's texts take 2 GiB, and a log's lists far more than it
+_VALUES_AT_ONCE = 1 << 22  # of lists in a table: Arrow's texts hold 2 GiB, and the lists need far more than the log
 _RANDOM_SEED = 2020  # RecBole's
 
 
@@ -39,7 +39,7 @@ class Log(NamedTuple):
 
 
 class Timeline:
-    """Chosen rows sorted by (user, time, order of the log), to cut lists of items out of.
+    """Chosen rows sorted by (user, time, order of the log), from which lists of items are cut.
 
     Args:
         log: whose rows these are.
@@ -54,7 +54,7 @@ class Timeline:
         self.keys = time_key(log.user[self.rows], log.time[self.rows])
 
     def starts(self, user: np.ndarray) -> np.ndarray:
-        """Starts of the users' rows; each user's rows end at the next start."""
+        """Starts of the rows of users; the rows of a user end at the next start."""
         return np.searchsorted(self.keys, time_key(user, np.zeros_like(user)))
 
     def lists(self, starts: np.ndarray, ends: np.ndarray, without: np.ndarray | None = None) -> pa.ListArray:
@@ -71,14 +71,14 @@ class Timeline:
         return self.lists(np.maximum(self.starts(user), ends - self.most), ends)
 
     def others(self, user: np.ndarray, positions: np.ndarray) -> pa.ListArray:
-        """The last items of each user, without the one at the row's own position."""
+        """The last items of each user, without the one at the position of the row itself."""
         ends = self.starts(user + 1)
         starts = np.where(positions < ends - self.most, ends - self.most, ends - self.most - 1)
         return self.lists(np.maximum(self.starts(user), starts), ends, without=positions)
 
 
 def slices(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets of lists, and the positions that are in them: of each list those from its start to before its end."""
+    """Offsets of lists, and the positions in them: for each list, those from its start to before its end."""
     lengths = ends - starts
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return offsets, np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
@@ -90,10 +90,10 @@ def time_key(user: np.ndarray, time: np.ndarray) -> np.ndarray:
 
 
 def split_random(user: np.ndarray) -> np.ndarray:
-    """int8 per row, an index into SPLITS: shuffle all rows, cut each user's rows 8:1:1.
+    """int8 per row, an index into SPLITS: all rows are shuffled, and those of each user cut 8:1:1.
 
-    RecBole's ``split_by_ratio`` with its default seed: each held-out part is a tenth, rounded down, so that of users
-    with fewer than ten nothing is. (RecBole has another rule for those.) Of one user for all, all rows are cut.
+    This is ``split_by_ratio`` of RecBole with its default seed: each held-out part is a tenth, rounded down, so users
+    with fewer than ten rows have none. (RecBole has another rule for those.) With one user for all, all rows are cut.
     """
     order = shuffled(len(user))
     order = order[np.argsort(user[order], kind="stable")]
@@ -101,17 +101,17 @@ def split_random(user: np.ndarray) -> np.ndarray:
 
 
 def split_last(user: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """int8 per row, an index into SPLITS: a user's last row is of test, the one before of valid.
+    """int8 per row, an index into SPLITS: the last row of a user is in test, the one before in valid.
 
-    Users of fewer than three rows are trained on alone.
+    Users with fewer than three rows are only in train.
     """
     return _cut_off(user, np.lexsort((time, user)), lambda count: count >= 3)
 
 
 def split_time(time: np.ndarray) -> np.ndarray:
-    """int8 per row, an index into SPLITS: the last tenth of all rows is of test, the tenth before of valid.
+    """int8 per row, an index into SPLITS: the last tenth of all rows is in test, the tenth before in valid.
 
-    Rows with the same time stay together, so that all test rows are later than all rows of train.
+    Rows with the same time stay together, so all test rows are later than all rows of train.
     """
     number = len(time)
     first_valid, first_test = np.sort(time)[[number - 2 * (number // 10) - 1, number - number // 10 - 1]]
@@ -122,11 +122,11 @@ def _cut_off(user: np.ndarray, order: np.ndarray, held_out: Callable[[np.ndarray
     """Return the split of rows in order of their users: of each one's last rows so many are test, as many before valid.
 
     Args:
-        held_out: numbers of a user's rows to how many are held out for each.
+        held_out: function from the numbers of rows of users to how many of them each held-out part gets.
     """
     grouped = user[order]
     first, last = (np.searchsorted(grouped, grouped, side) for side in ("left", "right"))
-    from_end, size = last - np.arange(len(grouped)), held_out(last - first)  # 1 for a user's last row
+    from_end, size = last - np.arange(len(grouped)), held_out(last - first)  # 1 for the last row of a user
     split = np.zeros(len(user), np.int8)
     split[order[from_end <= 2 * size]] = 1
     split[order[from_end <= size]] = 2
@@ -134,8 +134,8 @@ def _cut_off(user: np.ndarray, order: np.ndarray, held_out: Callable[[np.ndarray
 
 
 def shuffled(num_rows: int) -> np.ndarray:
-    """The numbers below `num_rows` in the order of RecBole's default seed."""
-    import torch  # only torch's generator reproduces it
+    """The numbers below `num_rows`, in the order that the default seed of RecBole gives."""
+    import torch  # only the generator of torch reproduces it
 
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(_RANDOM_SEED)).numpy()
 
@@ -151,20 +151,20 @@ def write_retrieval(
 ) -> None:
     """Write ``train``, ``valid``, ``test`` and ``items`` below a folder; data/README.md lists their columns.
 
-    Where random rows are held out, train rows know the user's other items, whether they came before or after, and a
-    query's history is cut from all of train. From rows with only what came before them a two-tower model learns which
-    item comes next in a session: on MovieLens-100K its recall@10 is 0.15 then, and falls with the epochs, not 0.25.
+    If random rows are held out, train rows have the other items of their user, earlier and later ones, and histories of
+    queries are cut from all of train. With only earlier items, a two-tower model learns which item comes next in a
+    session: on MovieLens-100K, its recall@10 is then 0.15, and falls with the epochs, not 0.25.
 
     Args:
         split: [rows] int8, an index into SPLITS; a split without rows is not written.
-        last: what is held out came after a user's rows of train, and histories hold what came before.
+        last: held-out rows are later than the rows of their user in train, and histories hold what came before.
         most: items of a history.
-        rows_of: what has a row of train: "interactions"; "users", with the history of all their items; or "windows",
-            as users, with several rows for one of more items than `most`. The latter two are of two items at least.
-        num_neighbours: of each item of such a history, which are written beside it.
+        rows_of: what a row of train is for: "interactions"; "users", with the history of all their items; or "windows",
+            the same with several rows for a user with more items than `most`. The latter two have at least two items.
+        num_neighbours: number of neighbours to write for each item of such a history.
 
     Raises:
-        UserError: no user has two items in train, and lists of them are wanted.
+        UserError: no user has two items in train, and lists are wanted.
     """
     train, valid, test = (Timeline(log, split == index, most) for index in range(3))
     if rows_of == "interactions":
@@ -182,17 +182,17 @@ def write_retrieval(
 
 
 def write_users(folder: Path, log: Log, most: int) -> None:
-    """Write a row for each user, to recommend to: the last ``most`` of all their items, and all as seen."""
+    """Write a row for each user to recommend to: the last ``most`` of all their items, and all of them as seen."""
     every = Timeline(log, np.ones(len(log.user), np.bool_), most)
     user = distinct(log.user)
     write_files(_queries(log, user, None, every, every), len(user), folder, files=2)
 
 
 def _lists_of_users(log: Log, train: Timeline, is_cut: bool, num_neighbours: int) -> pa.Table:
-    """One row for each user of two items or more, or with `is_cut` as many as its items fill.
+    """One row for each user with two items or more, or with `is_cut` as many as the items fill.
 
-    The last item of a row is then the first of the user's next one: each item but the first follows another once.
-    Raises UserError where no user has two.
+    The last item of a row is then the first of the next one of the user: each item except the first follows another
+    once. Raises UserError if no user has two.
     """
     user = distinct(log.user[train.rows])
     counts = train.starts(user + 1) - train.starts(user)
@@ -213,7 +213,7 @@ def _lists_of_users(log: Log, train: Timeline, is_cut: bool, num_neighbours: int
 
 
 def _interactions(log: Log, split: np.ndarray, train: Timeline, last: bool) -> Iterator[pa.Table]:
-    """One row for each row of train, with the user's other items, or those before it; some rows at a time."""
+    """One row for each row of train, with the other items of its user, or those before it; some rows at a time."""
     position = np.empty(len(split), np.int64)
     position[train.rows] = np.arange(len(train.rows))
     for rows in _parts(np.flatnonzero(split == 0), train.most):
@@ -228,7 +228,7 @@ def _interactions(log: Log, split: np.ndarray, train: Timeline, last: bool) -> I
 
 
 def _parts(rows: np.ndarray, most: int) -> Iterator[np.ndarray]:
-    """Chunks of an array, each of so many rows that their lists of ``most`` values fit into a table."""
+    """Chunks of an array, each with so many rows that their lists of ``most`` values fit into a table."""
     step = max(1, _VALUES_AT_ONCE // most)
     return (rows[start : start + step] for start in range(0, len(rows), step))
 
@@ -241,9 +241,9 @@ def columns_of(table: pa.Table) -> dict[str, pa.ChunkedArray]:
 def _queries(
     log: Log, users: np.ndarray, held_out: Timeline | None, seen: Timeline, known: Timeline
 ) -> Iterator[pa.Table]:
-    """One row for each user, with targets where something is held out; some rows at a time.
+    """One row for each user, with targets if something is held out; some rows at a time.
 
-    ``seen`` follows RecBole's full-sort evaluation (``Sampler.get_used_ids``): the items of all earlier splits, so the
+    ``seen`` follows the full-sort evaluation of RecBole (``Sampler.get_used_ids``): the items of all earlier splits, so
     test masks those of valid too.
     """
     for user in _parts(users, known.most):

@@ -1,4 +1,4 @@
-"""Histories of the rows of a stretch of time, from these rows and lists carried over from earlier ones."""
+"""Histories of the rows of a stretch of time, from these rows and from lists carried over from earlier ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def carried_schema(kinds: pa.Schema) -> pa.Schema:
 
 
 class Stretch:
-    """The rows of a stretch of time, in the order of time, and their users' lists.
+    """The rows of a stretch of time, in order of time, and the lists of their users.
 
     Args:
         users: of each row, null where unknown.
         time: [rows]; rows of one time do not see each other.
-        counts: [rows] bool, which may be in lists.
-        columns: whose values are listed, by the names of the lists.
-        before: users, each once, and lists of the values of their newest rows before these, the oldest first.
+        counts: [rows] bool, whether the row may be in lists.
+        columns: columns whose values are listed, by the names of the lists.
+        before: users, each once, and lists of the values of their newest earlier rows, the oldest first.
         kinds: types of users, and of the values of each list.
         most: values of a list; the newest.
     """
@@ -64,7 +64,7 @@ class Stretch:
             own: the rows that count, by user and then by time.
 
         Returns:
-            Of all values carried over, then of those of `own`, the numbers in the order of their places.
+            The numbers of all values (those carried over, then those of `own`), in the order of their places.
         """
         user, size = self._user[own], len(self._users) + 1
         self._keys = time_key(user, self._moment[own])
@@ -79,7 +79,7 @@ class Stretch:
         return order
 
     def lists(self, start: int, stop: int) -> dict[str, pa.ListArray]:
-        """Return, by name, the lists of some of the rows: the earlier values of their users."""
+        """Return, by name, the lists of some rows: the earlier values of their users."""
         user = self._user[start:stop]
         # side="left": rows of the same moment do not count as earlier.
         ends = np.searchsorted(self._keys, time_key(user, self._moment[start:stop]), side="left")
@@ -97,7 +97,7 @@ class Stretch:
         return pa.concat_tables(tables)
 
     def _up_to(self, user: np.ndarray, ends: np.ndarray) -> dict[str, pa.ListArray]:
-        """Return, by name, lists of users that end before given places of the values."""
+        """Return, by name, the lists of users that end before given places of the values."""
         offsets, positions = slices(np.maximum(self._starts[user], ends - self._most), ends)
         bounds, chosen, lists = pa.array(offsets, pa.int32()), pa.array(positions), dict[str, pa.ListArray]()
         for kind, values in zip(self._kinds, self._values, strict=True):

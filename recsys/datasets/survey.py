@@ -18,7 +18,7 @@ from recsys.datasets.logs import LogFile, LogFiles
 from recsys.ids import IdKeys, IdStatistics, is_text, read_keys
 from recsys.runtime.live import Task
 
-_MOST_COUNTED = 1 << 16  # distinct values; of more, a sample is kept
+_MOST_COUNTED = 1 << 16  # distinct values; if there are more, a sample is kept
 _TIMES_OF_A_ROW_GROUP = 1000
 NAMED_AS_TIME = re.compile(r"(?i)(^|_)ts$|day$|hour|month|year|time|date")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
@@ -27,17 +27,17 @@ _SINCE, _UNTIL = (int(datetime(year, 1, 1, tzinfo=timezone.utc).timestamp()) for
 
 
 class Column:
-    """What a column of a log holds; of lists, values are those inside them.
+    """What a column of a log holds; the values of lists are those inside them.
 
     Attributes:
-        name: its name; of a field of a struct with the struct's, `device.os`.
+        name: its name; for a field of a struct, with that of the struct, as in `device.os`.
         dtype: a type that holds the values of all files, as Parquet has it; null without values.
         problem: why it cannot be read; None: it can be.
         is_in_all: no file lacks it.
-        num_rows, num_nulls: of the rows that were added, and of these without a value.
-        num_odd: values that are NaN or infinite; they are none of those below.
-        values: counts distinct ones.
-        least, greatest: of the values; None where there is none, or where their type has no order.
+        num_rows, num_nulls: how many rows were added, and how many of these have no value.
+        num_odd: values that are NaN or infinite; what follows does not count them.
+        values: counter of distinct values.
+        least, greatest: of the values; None if there are none, or if their type has no order.
         total: sum of the values, of integers and floats.
         is_whole: no value is a number with a fraction.
         lengths: how many rows have a list of each length, int64 [longest + 1].
@@ -70,7 +70,7 @@ class Column:
             counts[: len(self.lengths)] += self.lengths
             self.lengths, rows = counts, rows.flatten().drop_null()
         if pa.types.is_floating(self.element):
-            rows = rows.cast(pa.float64())  # of halves Arrow knows no ends
+            rows = rows.cast(pa.float64())  # Arrow finds no least and greatest half
             finite = pc.is_finite(rows)
             self.num_odd += len(rows) - pc.sum(finite, min_count=0).as_py()
             rows = rows.filter(finite)
@@ -102,7 +102,7 @@ class Column:
     @property
     def is_time(self) -> bool:
         """Whether the values are points of time: by their type, as texts that begin with a date, or as integers that
-        count from 1970 in a column that is named as a time is."""
+        count from 1970 in a column with the name of a time."""
         if pa.types.is_date(self.element) or pa.types.is_timestamp(self.element):
             return True
         if is_text(self.element):
@@ -113,12 +113,12 @@ class Column:
 
     @cached_property
     def num_distinct(self) -> int:
-        """How many distinct values there are; of many, an estimate of three digits."""
+        """Number of distinct values; if there are many, an estimate of three digits."""
         hashes, limit = self.values.kept()
         return int(float(f"{len(hashes) * 2.0**64 / limit:.3g}")) if limit < 2**64 else len(hashes)
 
     def likeness(self, other: Column) -> float:
-        """Return the share that is in both columns, of the distinct values that are in one of them."""
+        """Return how many distinct values both columns have, as a share of those that either has."""
         (own, limit), (others, other_limit) = self.values.kept(), other.values.kept()
         last = np.uint64(min(limit, other_limit) - 1)
         own, others = own[own <= last], others[others <= last]
@@ -126,13 +126,13 @@ class Column:
         return shared / max(1, len(own) + len(others) - shared)
 
     def time_after(self, share: float) -> Any:
-        """Return a time that about such a share of the rows is before, as Python has it."""
+        """Return a time, as a Python value, before which about this share of the rows is."""
         times = pa.chunked_array(self._times, self.element).combine_chunks()
         return times.take(pc.array_sort_indices(times))[int(share * len(times))].as_py()
 
 
 def survey(files: LogFiles) -> dict[str, Column]:
-    """Read a log, one column of a row group at a time; return its columns by name, of structs their fields.
+    """Read a log, one column of a row group at a time; return its columns by name, with fields instead of structs.
 
     A column that a file lacks is null in its rows. Raises UserError if a file cannot be read.
     """

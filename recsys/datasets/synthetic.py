@@ -1,11 +1,11 @@
 """Synthetic logs with power-law ids and a planted teacher, so that the best possible AUC is known.
 
-A row's label is drawn with the probability that the teacher gives its features, so no model can beat the
-teacher's own AUC and log loss on the same rows, which ``teacher.json`` states. Of several labels each is drawn
-of the rows alone that have the one before. Ids, their hidden factors
-and their replacement over days are functions of (seed, field, rank) by hash; everything else of a chunk of
-rows comes from a counter-based generator seeded with (seed, split, chunk). So the same options give the
-same rows on every machine, whatever the number of files or the size of row groups, at constant memory.
+The label of a row is drawn with the probability that the teacher gives its features, so no model can beat the AUC and
+log loss of the teacher on the same rows, which ``teacher.json`` states. With several labels, each is drawn only for
+rows that have the one before. Ids, their hidden factors and their replacement over days are functions of (seed, field,
+rank) by hash; everything else of a chunk of rows comes from a counter-based generator seeded with (seed, split, chunk).
+So the same options give the same rows on every machine, whatever the number of files or the size of row groups, at
+constant memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from recsys.ids import hash_integers, hash_uniform
 
 VERSION = 1
 CHUNK_ROWS = 65536
-UNSEEN_GENERATION = 1 << 20  # ids that training never shows
+UNSEEN_GENERATION = 1 << 20  # ids that are not in train
 
 DEVICES = ("mobile", "desktop", "tablet", "tv")
 NUM_CATEGORIES = 20
@@ -82,7 +82,7 @@ def write_synthetic(out: Path, options: SyntheticOptions, overwrite: bool = Fals
 def _tables(
     options: SyntheticOptions, split: int, rows: int, make_chunk: MakeChunk, ceilings: dict[str, Ceiling]
 ) -> Iterator[pa.Table]:
-    """The chunks of one split, their labels drawn, and counted in ``ceilings`` by the labels' names."""
+    """The chunks of one split, with drawn labels, which are counted in ``ceilings`` by name."""
     for chunk, first in enumerate(range(0, rows, CHUNK_ROWS)):
         count = min(CHUNK_ROWS, rows - first)
         drawn = Rows(options, split, chunk, _days(options, split, first, count, rows))
@@ -98,7 +98,7 @@ def _tables(
 
 
 def _days(options: SyntheticOptions, split: int, first: int, count: int, rows: int) -> np.ndarray:
-    """int32: training rows run evenly through the days, valid and test are the two days after."""
+    """int32: training rows are spread evenly over the days; valid and test are the two days after."""
     if split:
         return np.full(count, options.days - 1 + split, np.int32)
     return ((first + np.arange(count)) * options.days // rows).astype(np.int32)
@@ -118,7 +118,7 @@ class Rows:
 
 
 class IdField:
-    """A field of ids: draws keys (int64, a hidden numbering) and says a key's raw id and factors."""
+    """A field of ids: draws keys (int64, a hidden numbering), and gives the raw ids and factors of keys."""
 
     def __init__(self, options: SyntheticOptions, field: int, size: int):
         self.alpha, self.unseen, self.drift = options.alpha, options.unseen, options.drift
@@ -126,7 +126,7 @@ class IdField:
         self.seed = (options.seed << 16) + (field << 8)
 
     def draw(self, rows: Rows, day: np.ndarray) -> np.ndarray:
-        """Keys for ``day``: a rank by the power law, and which generation of ids holds the rank that day."""
+        """Keys for ``day``: a rank by the power law, and the generation of ids that holds it on that day."""
         rank = self._rank(rows.rng.random(len(day)))
         if self.drift:
             generation = np.floor(day * self.drift + hash_uniform(rank, self.seed)).astype(np.int64)
@@ -155,7 +155,7 @@ class IdField:
 
 
 def affinity(users: IdField, user: np.ndarray, items: IdField, item: np.ndarray) -> np.ndarray:
-    """Part of a logit from user and item, by their keys: a term of each alone, and one of both together."""
+    """Part of a logit from the keys of user and item: a term for each alone, and one for both together."""
     logit = 0.5 * users.factor(user, 0) + 0.7 * items.factor(item, 0)
     for index in range(1, NUM_FACTORS + 1):
         logit += users.factor(user, index) * items.factor(item, index) / NUM_FACTORS**0.5
@@ -199,7 +199,7 @@ class UserItemShape:
         return {"label": logit}
 
     def _history(self, rows: Rows, user: np.ndarray) -> pa.ListArray:
-        """list<int64> of 0 to MAX_HISTORY items: of two drawn, the one closer to the user's first taste."""
+        """list<int64> of 0 to MAX_HISTORY items: of two drawn, the one closer to the first taste of the user."""
         lengths = rows.rng.integers(0, MAX_HISTORY + 1, len(user))
         taste = np.repeat(self.user.factor(user, 1), lengths)
         day = np.repeat(rows.day, lengths)
@@ -211,7 +211,7 @@ class UserItemShape:
 
 
 class ViewsShape(UserItemShape):
-    """The same rows as views: some are clicked, and of these some are bought, with tastes that resemble each other."""
+    """The same rows as views: some are clicked, and some of these bought, with tastes that resemble each other."""
 
     def __init__(self, options: SyntheticOptions):
         super().__init__(options)
@@ -224,7 +224,7 @@ class ViewsShape(UserItemShape):
 
 
 class CriteoShape:
-    """26 one-hot fields of 4 to ``items`` ids and 13 counts, with nulls, as in Criteo's click logs."""
+    """26 one-hot fields of 4 to ``items`` ids and 13 counts, with nulls, as in the click logs of Criteo."""
 
     def __init__(self, options: SyntheticOptions):
         sizes = np.geomspace(min(4, options.items), options.items, NUM_CAT).round().astype(np.int64)
@@ -245,7 +245,7 @@ class CriteoShape:
             keys, null = cat.draw(rows, rows.day), rows.nulls()
             columns[f"cat_{index}"] = pa.array(cat.ids(keys), mask=null)
             logit += np.where(null, 0, 0.2 * cat.factor(keys, 0))
-            if index % 2:  # fields act in pairs, so that crosses help
+            if index % 2:  # fields act in pairs, so crosses help
                 before = self.cats[index - 1]
                 pair = 0.25 * sum(before.factor(previous, k) * cat.factor(keys, k) for k in (1, 2))
                 logit += np.where(null | previous_null, 0, pair)
@@ -279,7 +279,7 @@ class Ceiling:
 
     def result(self) -> dict[str, float | int | None]:
         """rows, base_rate, auc (None if all labels are equal) and log_loss in nats."""
-        # Not by the metric of models, which imports torch: data are prepared where there is none too.
+        # The metric of models would import torch, without which data can be prepared too.
         negative, positive = self.counts
         pairs, rows = int(negative.sum()) * int(positive.sum()), int(self.counts.sum())
         ordered = float(positive @ (np.cumsum(negative) - negative / 2))

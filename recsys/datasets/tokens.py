@@ -1,4 +1,4 @@
-"""Texts as lists of ids: of the parts between separators, or of words."""
+"""Texts as lists of ids: the parts between separators, or the words."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ s she so t than that the their them they this to us was we were will with you yo
 
 
 def tokenize(column: pa.Array | pa.ChunkedArray, name: str) -> pa.ListArray:
-    """Return the words of texts, list<string>: runs of letters and digits of any script; of a null an empty list.
+    """Return the words of texts, list<string>: runs of letters and digits of any script; a null gives an empty list.
 
     Languages that are written without spaces are not cut into words.
 
     Raises:
-        UserError: the column holds no texts.
+        UserError: the column does not hold texts.
     """
     if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or pa.types.is_null(column.type)):
         raise UserError(f"--tokens: column {name!r} is {column.type}, and no text")
@@ -33,7 +33,7 @@ def tokenize(column: pa.Array | pa.ChunkedArray, name: str) -> pa.ListArray:
 def split_list(column: pa.Array, separator: str, dtype: pa.DataType) -> pa.ListArray:
     """Strings to lists of ``dtype``; empty tokens are dropped, null gives an empty list.
 
-    Spaces around a token do not belong to it. Raises ArrowInvalid for a token that is not of ``dtype``.
+    Spaces around a token are removed. Raises ArrowInvalid for a token that is not of ``dtype``.
     """
     lists = pc.split_pattern(pc.fill_null(column, ""), separator)
     tokens = pc.utf8_trim_whitespace(lists.flatten())
@@ -41,7 +41,7 @@ def split_list(column: pa.Array, separator: str, dtype: pa.DataType) -> pa.ListA
 
 
 def _some(lists: pa.ListArray, values: pa.Array, kept: pa.BooleanArray) -> pa.ListArray:
-    """Return `lists`, none of them null, with those of `values`, which are theirs end to end, that are kept."""
+    """Return `lists`, none of them null, with only the kept ones of `values`, which are their joined elements."""
     before = np.concatenate([[0], np.cumsum(kept.to_numpy(zero_copy_only=False))])
     offsets = before[np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())])]
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values.filter(kept))

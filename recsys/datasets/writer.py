@@ -20,7 +20,7 @@ from recsys.errors import UserError, in_words, nearest
 from recsys.runtime.files import naming
 from recsys.runtime.folders import whole_folder
 
-MARKER = "_prepared.json"  # readers of Parquet folders leave out what begins so
+MARKER = "_prepared.json"  # readers of Parquet folders skip names that begin like this
 ROW_GROUP_ROWS = 65536
 SPLITS = ("train", "valid", "test")
 WHERE_HELP = "keep only rows that match this filter, written like data.filter: \"rating >= 4 and country in ['de']\""
@@ -48,8 +48,8 @@ def check_bounds(options: Any) -> None:
 class PartWriter(AbstractContextManager["PartWriter"]):
     """Rows into ``folder/part-00000.parquet``, ``part-00001.parquet`` …: zstd, page checksums, equal row groups.
 
-    Row groups never cross files, so the last one of a file may be short. Whole ones go to disk at once, and the rest at
-    the end of a ``with`` block, unless an error ends that.
+    Row groups never cross files, so the last one of a file may be short. Full ones are written at once, the rest at the
+    end of a ``with`` block, unless an error ends it.
     """
 
     def __init__(self, folder: Path, row_group_rows: int, rows_per_file: int):
@@ -118,9 +118,9 @@ def read_marker(out: Path) -> dict[str, Any] | None:
 def replacing(out: Path, marker: dict[str, Any], overwrite: bool) -> Iterator[Path]:
     """A temporary folder that becomes ``out``, with ``marker`` in it, when the block succeeds.
 
-    So ``out`` is either what it was or complete. A folder that is not empty is replaced only with
-    ``overwrite`` and only if a converter made it; anything else raises UserError, as does another process that
-    writes to ``out``. What a process that was killed has left in the temporary folder is removed.
+    So ``out`` is either what it was or complete. A folder that is not empty is replaced only with ``overwrite`` and
+    only if a converter made it; anything else raises UserError, as does another process that writes to ``out``. What a
+    killed process has left in the temporary folder is removed.
     """
     _check_replaceable(out, overwrite)
     with whole_folder(out, "--out", replaces=True) as folder:
