@@ -1,4 +1,4 @@
-"""Bounds of numbers, declared beside the keys that they are for."""
+"""Bounds of numbers, declared with the keys that they are for."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ def bounded(default: Any, least: float, most: float = MOST, below: float | None 
     """Return a dataclass field for a number, a list of numbers or null, within bounds that `check_bounds` checks.
 
     Args:
-        least, most: inclusive bounds. below: exclusive upper bound, in place of `most`.
+        least, most: inclusive bounds. below: exclusive upper bound, instead of `most`.
     """
     metadata = {"bounds": (least, most, below)}
     if isinstance(default, list):

@@ -15,9 +15,9 @@ from recsys.errors import UserError
 
 
 def check_publishing(config: Config) -> None:
-    """Raise a UserError if what is to be published is of types that publications do not hold.
+    """Raise a UserError if the model has types that publications do not hold.
 
-    Else each publication would fail after its checkpoint and its export, and training would go on without any.
+    Otherwise each publication would fail after its checkpoint and its export, and training would continue without any.
     """
     publish = config.train.publish
     if publish.dir is None:
@@ -42,7 +42,7 @@ def check_publishing(config: Config) -> None:
 
 
 def takes_code(table: TableConfig, code: RowCode) -> bool:
-    """Return whether a table's vectors can be quantised by a code."""
+    """Return whether the vectors of a table can be quantised by a code."""
     return code is not RowCode.INT2 or table.embedding_dim % 8 == 0
 
 

@@ -1,7 +1,6 @@
 """Checks of a config against its device and the number of ranks.
 
-A setting that the device has no kernel for is refused if its replacement would learn something else, and otherwise
-replaced.
+A setting for which the device has no kernel is replaced, or refused if the replacement would learn something else.
 """
 
 import math
@@ -13,7 +12,7 @@ from recsys.errors import UserError
 
 
 def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]:
-    """Return a sentence for each setting that the device has no kernel for, saying what replaces it.
+    """Return a sentence for each setting for which the device has no kernel, saying what replaces it.
 
     Raises:
         UserError: the replacement of a setting would learn something else, a batch has fewer rows than ranks, or
@@ -55,7 +54,7 @@ def check_table_on_gpu(config: Config, name: str) -> None:
     """Refuse a table that neither FBGEMM's GPU kernel of its optimizer nor the rule in torch can train.
 
     Raises:
-        UserError: a table that is not in FP32 lies in host memory, or has weight decay.
+        UserError: a table that is not in FP32 is in host memory, or has weight decay.
     """
     optimizer, key = config.table_optimizer(name), config.table_optimizer_key(name)
     rule, table = optimizer.name.value, config.tables[name]
@@ -91,7 +90,7 @@ def _check_dense_sharding(config: Config, world_size: int) -> list[str]:
 def _check_wires(config: Config, on_gpu: bool) -> None:
     """Refuse wire types in which FBGEMM's codecs, made for FP32 vectors, cannot send vectors of a narrower type.
 
-    Forward, the codec of FP32 takes no narrower vectors, and that of BF16 no FP16; both FP16 and BF16 arrive as FP32.
+    Forward, the codec of FP32 accepts no narrower vectors, and that of BF16 no FP16; FP16 and BF16 both arrive as FP32.
     """
     precision = config.precision
     output, forward, backward = precision.output_dtype, precision.forward_wire, precision.backward_wire
@@ -140,7 +139,7 @@ def check_ranks(config: Config, world_size: int) -> None:
 
 
 def repeated_decoding(config: Config, world_size: int) -> str | None:
-    """Return a sentence if several ranks decode the same stream of data.train; else None."""
+    """Return a sentence if several ranks decode the same stream of data.train, otherwise None."""
     streams = config.data.num_streams
     if streams % world_size == 0:
         return None

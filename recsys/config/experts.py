@@ -150,7 +150,7 @@ def _check_features(config: "Config", name: str, experts: ExpertsConfig) -> None
 
 
 def gate_inputs(config: "Config", feature: str) -> list[str]:
-    """Return the id features whose vectors are the input of a feature's gates: the others of its side."""
+    """Return the id features whose vectors are the input of the gates of a feature: the others on its side."""
     needs = config.model.needs()
     others = (
         name

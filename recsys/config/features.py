@@ -20,7 +20,7 @@ def features_by_table(config: Config) -> dict[str, list[str]]:
 
 
 def model_features(config: Config) -> list[str]:
-    """Return the names of the id features that a model reads: without those of further experts."""
+    """Return the names of the id features that a model reads: all but those of further experts."""
     return [name for name in id_features(config) if config.features[name].expert_of is None]
 
 
@@ -51,22 +51,22 @@ def float_columns(config: Config) -> list[str]:
 
 
 def has_weighted_ids(config: Config) -> bool:
-    """Return whether ids of any feature have weights, and so those of all, since they travel together."""
+    """Return whether ids of any feature have weights; those of all features then do, since they travel together."""
     return any(feature.weights is not None for feature in config.features.values())
 
 
 def sampled_rows(config: Config, world_size: int) -> int:
-    """Return the number of rows of a rank's batch that hold drawn items."""
+    """Return the number of rows with drawn items in the batch of a rank."""
     return -(-config.model.needs().sampled_items // world_size)
 
 
 def rank_rows(config: Config, world_size: int) -> int:
-    """Return the number of rows of a rank's batch of data.train, drawn items included."""
+    """Return the number of rows in the batch of a rank in training, including drawn items."""
     return -(-config.train.global_batch_size // world_size) + sampled_rows(config, world_size)
 
 
 def evaluated_rows(config: Config, world_size: int, rows: int) -> int:
-    """Return the number of rows of a rank's batch in an evaluation; `rows` is that in training, as of `rank_rows`."""
+    """Return the number of rows in the batch of a rank in evaluation; `rows`: the number in training (`rank_rows`)."""
     if config.train.eval_batch_size is not None:
         return -(-config.train.eval_batch_size // world_size)
     return max(1, rows - sampled_rows(config, world_size))

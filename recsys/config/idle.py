@@ -1,4 +1,4 @@
-"""Settings that have no effect beside the value of another key, which a run and a dry run tell at their start."""
+"""Settings that have no effect because of another key; a run and a dry run report them at their start."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ _CACHES = {"cache_load_factor": ("compute_kernel", ("fused_uvm_caching",))}  # w
 
 
 def idle_settings(config: Config) -> list[str]:
-    """Return a sentence for each setting that differs from its default, and has no effect beside another one."""
+    """Return a sentence for each setting that differs from its default, and has no effect because of another one."""
     sections = {
         "model": config.model,
         "optimizer.dense": config.optimizer.dense,

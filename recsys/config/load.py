@@ -49,11 +49,11 @@ def load_config(
 
     Args:
         path: YAML file. Its key `base` may name another, relative to itself, which holds what this one leaves out:
-            mappings are merged key by key, lists and values are replaced. A feature, a table or a label that is null
-            is taken out, also by an override.
+            mappings are merged key by key, lists and values are replaced. A feature, table or label that is null, also
+            by an override, is removed.
         overrides: `dotted.key=value` strings; the value is parsed as YAML and wins over the file.
         debug: put the settings of the debug mode between the file and the overrides.
-        trust_code: a class that model.name gives by its dotted name may be imported.
+        trust_code: a class that model.name names by its dotted name may be imported.
 
     Raises:
         UserError: unreadable file, unknown key, wrong type, missing value, or parts that do not fit.
@@ -111,7 +111,7 @@ def _with_label_sections(layer: dict[str, Any]) -> dict[str, Any]:
 def config_text(config: Config) -> str:
     """Return the config as YAML that `load_config` reads back to an equal `Config`.
 
-    A value written as `${oc.env:NAME}` stays so, as it may be a secret.
+    A value written as `${oc.env:NAME}` stays like that, as it may be a secret.
     """
     features = {name: feature for name, feature in config.features.items() if feature.expert_of is None}
     now = _with_references(plain(dataclasses.replace(config, features=features)), *config.given)
@@ -120,7 +120,7 @@ def config_text(config: Config) -> str:
 
 
 def _with_references(now: Any, written: Any, resolved: Any) -> Any:
-    """Return values (`now`) as they were `written`, with `${…}` references, save those changed since (`resolved`)."""
+    """Return values (`now`) as they were `written`, with `${…}` references, except those changed since (`resolved`)."""
     if isinstance(written, str) and "${" in written:
         return written if now == plain(resolved) else now
     if isinstance(written, dict) and isinstance(now, dict):
@@ -210,7 +210,7 @@ def _required(expected: Any) -> Any:
 
 
 def _check_keys(section: Any, key: str, expected: Any, model: type | None) -> None:
-    """Refuse unknown keys, and plain values in place of sections, which OmegaConf reports less clearly."""
+    """Refuse unknown keys, and plain values instead of sections, which OmegaConf reports less clearly."""
     fields, is_mapping = _fields(expected, model), expected is dict or typing.get_origin(expected) is dict
     required, is_count = _required(expected), isinstance(section, int | float) and section not in (0, 1)
     if section is None and expected != required:
@@ -280,7 +280,7 @@ def _wrong_value(error: Exception, model: type) -> str:
         )
         return f"config key '{key}' must be {_describe(expected)}, found {_show(value)}{hint}"
     where = f"config key '{key}'" if key else "the config cannot be read"
-    if isinstance(error, InterpolationValidationError):  # whose text tells the value, which may be a secret
+    if isinstance(error, InterpolationValidationError):  # its text shows the value, which may be a secret
         return f"{where} must be {_describe(expected)}, and what it refers to is not"
     if missing := re.search(r"Interpolation key '(.*)' not found", str(error)):
         return (

@@ -1,6 +1,6 @@
-"""Settings that give a checkpoint's rows and numbers their meaning, and must be the same where it is loaded.
+"""Settings that give rows and numbers of a checkpoint their meaning, and must be the same when it is loaded.
 
-Every key of a config is compared unless it is listed here as free, so that a key that is added later is compared too.
+Every key of a config is compared unless it is listed here as free, so a key that is added later is compared too.
 """
 
 import json
@@ -18,7 +18,7 @@ from recsys.config.schema import Config
 from recsys.config.values import as_value, flat, plain
 from recsys.errors import UserError, nearest
 
-# Keys that may differ where a checkpoint is loaded.
+# Keys that may differ when a checkpoint is loaded.
 FREE = (
     # where a run writes, what it runs on, and what is predicted and measured of it
     *("run.*", "memory.*", "topology.*", "debug"),
@@ -27,14 +27,14 @@ FREE = (
     *("data.processes", "data.optional_columns"),
     *("data.prefetch_batches", "data.verify_checksums", "data.retries", "data.max_bad_*", "data.drop_last"),
     "data.candidates_column",
-    # how fast and in what micro-batches training goes on, what is saved of it, and types of numbers that are not saved
+    # how fast and in what micro-batches to train, what is saved, and types of numbers that are not saved
     *("train.eval_batch_size", "train.micro_batch_*", "train.epochs", "train.max_*steps", "train.*_every_*"),
     *("train.keep_checkpoints", "train.async_checkpoints", "train.activation_checkpointing", "train.compile"),
     *("train.activation_offload", "train.dense_sharding", "train.check_every_step", "train.publish.*"),
     *("train.init_from", "train.init.*", "train.early_stop.patience", "optimizer.schedule.*", "precision.*"),
     *(f"*optimizer*.{name}" for name in ("learning_rate", "eps", "l1", "beta1", "beta2", "momentum", "weight_decay")),
     *("*optimizer*.state_dtype", "*optimizer*.allow_column_split", "optimizer.dense.clip_norm"),
-    # of tables: where their rows lie, and their first weights; a vocabulary's ids are compared by its digest
+    # of tables: where their rows are, and their first weights; ids of a vocabulary are compared by its digest
     *("tables.*.sharding_type", "tables.*.compute_kernel", "tables.*.cache_load_factor", "tables.*.min_count"),
     *("tables.*.stochastic_rounding", "tables.*.init_range", "tables.*.l2", "tables.*.l2_all_rows"),
     *("tables.*.sparsity*", "tables.*.vocabulary"),
@@ -65,7 +65,7 @@ def meaning(config: Config) -> dict[str, Any]:
         if config.tables[name].mapping is IdMappingType.vocabulary:
             table.pop("num_embeddings")  # a bound
         if table["kept_rows"] is not None:
-            table["kept_rows"] = "a file"  # whose content goes with the checkpoint, as a vocabulary's ids do
+            table["kept_rows"] = "a file"  # its content is in the checkpoint, like the ids of a vocabulary
     for name, feature in content["features"].items():
         feature["column"] = feature["column"] or name
     if isinstance(config.data.filter, dict):
@@ -98,7 +98,7 @@ def refuse_differences(config: Config, saved: dict[str, Any], path: object, init
 
     Args:
         saved: the `meaning` of the config that wrote it. path: of the checkpoint, for messages.
-        init: differences allowed to a run that starts from its weights; None: the run goes on.
+        init: differences allowed to a run that starts from its weights; None: the run resumes.
 
     Raises:
         UserError: names each such key, its value here and there, and what to set.
@@ -128,8 +128,8 @@ def refuse_differences(config: Config, saved: dict[str, Any], path: object, init
 
 
 def _back(before: Mapping[str, str], config: Config) -> str:
-    """Return how keys get the values that they had before."""
-    # Of a model of the user's own, whose class may have been changed since.
+    """Return how to give keys the values that they had before."""
+    # For a model of the user's own, whose class may have changed since.
     gone = [key for key in before if key.startswith("model.") and not hasattr(config.model, key.split(".")[1])]
     settings = " ".join(f"{key}={value}" for key, value in before.items() if key not in gone)
     class_back = f"give the class of model.name its key {', '.join(gone)} back" if gone else ""
@@ -162,7 +162,7 @@ def _check_allowed(init: InitConfig, keys: list[str]) -> None:
 def _free(config: Config, saved: dict[str, Any], init: InitConfig | None) -> list[str]:
     """Return patterns of keys that are not compared."""
     tables = {key.split(".")[1] for key in saved if key.startswith("tables.")}
-    # A table of one config alone is compared by its tensors, and a feature by the layer that reads it.
+    # A table that only one config has is compared by its tensors, a feature by the layer that reads it.
     common = tables & set(config.tables)
     free = [f"tables.{name}.*" for name in tables ^ set(config.tables)]
     features = {key.split(".")[1] for key in saved if key.startswith("features.")}
@@ -183,7 +183,7 @@ def _free(config: Config, saved: dict[str, Any], init: InitConfig | None) -> lis
     for name, feature in config.features.items():
         if init.dense is Take.none if feature.type is FeatureType.float else feature.table not in loaded:
             free.append(f"features.{name}.*")
-    # An entry of a mapping in `model` that one config alone has is compared by the tensors of its layer.
+    # An entry of a mapping in `model` that only one config has is compared by the tensors of its layer.
     free += [key for key in meaning(config).keys() ^ saved.keys() if re.match(r"model\.\w+\.", key)]
     if init.dense is not Take.all:
         free += [f"{_INPUTS}*", "model.interaction"]

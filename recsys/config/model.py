@@ -1,4 +1,4 @@
-"""Section `model` of a config: keys that every model has, its needs of the data, and where its class is."""
+"""Section `model` of a config: keys that every model has, what it needs from the data, and where its class is."""
 
 import importlib
 import os
@@ -36,20 +36,20 @@ LABEL_METRICS = {LabelLoss.binary: ("auc", "log_loss", "normalized_entropy"), La
 
 @dataclass(frozen=True)
 class Needs:
-    """Data that a model reads beside all features of a row.
+    """Data that a model reads in addition to all features of a row.
 
     Attributes:
         labels: whether it is trained and evaluated on labels of rows.
         sequences: id features whose lists it reads as a vector for each id, not one for the list.
         item_id: of a retrieval model, the feature that identifies the items of data.items.
         item_features: of a retrieval model, the features of items; all others are a user's.
-        items_in_rows: of a retrieval model, whether rows of data.train hold an item with its features; else only drawn
-            items have rows.
-        training_features: features that it reads in training alone; other data need no column of them.
+        items_in_rows: of a retrieval model, whether rows of data.train have an item with its features; otherwise only
+            drawn items have rows.
+        training_features: features that it reads only in training; other data need no column for them.
         vector_dim: of a retrieval model, the width of the vectors of users and items.
-        log_shares_of: id feature for whose table rows it reads the logarithms of their shares of data.train.
+        log_shares_of: id feature; the model reads the logarithms of the shares that its table rows have in data.train.
         sampled_items: number of items of data.items drawn for a global batch, as rows behind those of the data.
-        sampling_power: power of an item's count in data.train that it is drawn by; above 0, needs `log_shares_of`.
+        sampling_power: items are drawn by their counts in data.train to this power; above 0, it needs `log_shares_of`.
     """
 
     labels: bool = True
@@ -69,12 +69,12 @@ class ModelConfig:
     """Section of a model; each model's `Config` extends it.
 
     Attributes:
-        free: names of keys that may differ where a checkpoint of the model is loaded.
+        free: names of keys that may differ when a checkpoint of the model is loaded.
         shapes: names of keys that change the shape of a tensor, which is compared when tensors are loaded.
-        mlps: key with the widths of an MLP's layers → its module, of MLPs whose neurons may be pruned: no other module
-            has its widths by that key.
-        deciding: key → the key whose value decides whether it has an effect, and the values with which it has; none:
-            all but null, false, 0 and nothing. A run tells of one without effect.
+        mlps: key with the widths of the layers of an MLP → its module, for MLPs whose neurons may be pruned: no other
+            module gets its widths from that key.
+        deciding: key → the key that decides whether it has an effect, and the values with which it does; none: all
+            values except null, false, 0 and empty ones. A run reports keys without effect.
     """
 
     name: str = MISSING
@@ -113,7 +113,7 @@ class ModelConfig:
         return {"model": [*ids, *floats]}
 
     def meaning(self, config: "Config") -> dict[str, Any]:
-        """Return the settings of the model that are compared where a checkpoint is loaded, by key."""
+        """Return the settings of the model that are compared when a checkpoint is loaded, by key."""
         return asdict(self)
 
 
@@ -121,7 +121,7 @@ def find_model(name: str, is_trusted: bool = True) -> Any:
     """Return the class of a model: one of `MODELS`, or a user's own by its dotted name, which is imported.
 
     Args:
-        is_trusted: whether the user has named the class, not a run directory alone.
+        is_trusted: whether the user has named the class, not only a run directory.
 
     Raises:
         UserError: there is no such model, it cannot be imported, or the class is no model.
@@ -142,7 +142,7 @@ def find_model(name: str, is_trusted: bool = True) -> Any:
         model = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         if name in MODELS:
-            raise  # a package that models here need is missing, which no PYTHONPATH mends
+            raise  # a package that models here need is missing; no PYTHONPATH mends that
         raise UserError(
             f"{key}: the class '{name}' cannot be imported ({error}); its module has to be installed, or found from "
             f"the current folder or PYTHONPATH"

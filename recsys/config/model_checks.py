@@ -1,4 +1,4 @@
-"""Checks of a model's section, of what its model says that it needs, and of the data that it reads."""
+"""Checks of section `model`, of what the model says it needs, and of the data that it reads."""
 
 from recsys.config.choices import FeatureType, IdMappingType
 from recsys.config.features import id_features
@@ -41,7 +41,7 @@ def check_model(config: Config) -> None:
 
 
 def _check_needs(config: Config, needs: Needs) -> None:
-    """Refuse needs that name no feature, or lack what goes with them; models of recsys check most by their own keys."""
+    """Refuse needs that name no feature, or lack what they require; models of recsys check most by their own keys."""
     ids, model = id_features(config), f"config key 'model': {config.model.name}"
     for what, names, features in (
         ("a vector for each id of", needs.sequences, ids),

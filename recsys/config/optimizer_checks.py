@@ -1,4 +1,4 @@
-"""Checks of the optimizers' settings: numbers that have no effect, and schedules without the metric they follow."""
+"""Checks of settings of optimizers: numbers that have no effect, and schedules without the metric they follow."""
 
 from collections.abc import Iterator
 
@@ -64,7 +64,7 @@ def check_replicated(config: Config, name: str, table: TableConfig) -> None:
 
 
 def _needing_checks(config: Config) -> Iterator[str]:
-    """Yield what a step that is not finite would change, where no one waits to learn that it is not."""
+    """Yield settings that need to know at each step whether it was finite."""
     dense = config.optimizer.dense.name
     if config.precision.autocast is Autocast.fp16:
         yield "precision.autocast=fp16, whose loss scale follows each step"

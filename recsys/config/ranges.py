@@ -1,6 +1,6 @@
 """Ranges in names: `C{1..26}` stands for C1 to C26, expanded before anything is checked or merged.
 
-Ranges do not depend on the data, so that a config means the same wherever it is read; a saved one has every name.
+Ranges do not depend on the data, so a config means the same wherever it is read; a saved one has every name.
 """
 
 import re
@@ -70,7 +70,7 @@ def _numbers(key: str, match: re.Match[str]) -> range:
 
 
 def _taken(key: str, value: Any, index: int, count: int) -> Any:
-    """Return a value, with the number at `index` in place of each range in it, however deep."""
+    """Return a value with each range in it, however deep, replaced by its number at `index`."""
 
     def number(match: re.Match[str]) -> str:
         numbers = _numbers(key, match)

@@ -1,4 +1,4 @@
-"""Names that a layer of a config takes out of those below: `features.hour=null`, to see what a feature is worth."""
+"""Names that a layer of a config removes from those below: `features.hour=null`, to see what a feature is worth."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ _SECTIONS = ("features",), ("tables",), ("data", "labels")
 def without_removed(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the layers of a config, of which later ones win, without the names that one sets to null.
 
-    Features, tables and labels can be taken out. A layer above the null may give the name again.
+    Features, tables and labels can be removed. A layer above the null may define the name again.
 
     Raises:
         UserError: no layer below the null has the name.

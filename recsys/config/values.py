@@ -47,7 +47,7 @@ def refuse_comment(value: str) -> None:
 
 
 def _read(value: str) -> Any:
-    """Return what a value is read as; of what is no YAML an exception, which equals nothing else."""
+    """Return what a value is read as; for invalid YAML an exception, which equals nothing else."""
     try:
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"key={value}"]))["key"]  # type: ignore[index,call-overload]
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
