@@ -52,7 +52,7 @@ class RunConfig:
     # OpenMP threads of a rank. Default: 1 with a GPU, else its share of the cores, less one if it has more than two.
     num_threads: int | None = bounded(None, 1, 1024)
     profile_steps: int = bounded(0, 0, 10_000)  # trace this many steps, from the 13th on, to RUN/profile/rank_K.json
-    # Seconds that a rank may make no progress in training before it is named and the run ends; not with --debug.
+    # Seconds without progress of a rank in training, after which it is named and the run ends; not with --debug.
     stuck_after_s: float = bounded(600, 2, 1e8)
     track: TrackConfig = field(default_factory=TrackConfig)
 
@@ -103,10 +103,10 @@ class DataConfig:
     # Use only these rows of train, valid and test: "day >= '2026-11-01'"; {train: …, items: …} gives each its own
     # filter. result.json records it with "${oc.env:DAY}" filled in, so keep secrets out of it.
     filter: Any = None
-    verify_checksums: bool = True  # verify pages that have one, as in files that this project writes
+    verify_checksums: bool = True  # verify the checksums of pages that have them, as in files of this project
     retries: int = bounded(3, 0, 100)  # how often a failed read from a remote file system is tried again
-    max_bad_files: int = bounded(0, 0)  # leave out up to so many files with an unreadable footer instead of failing
-    max_bad_rows: int = bounded(0, 0)  # give up to so many rows that cannot be decoded weight 0 instead of failing
+    max_bad_files: int = bounded(0, 0)  # leave out up to so many files with an unreadable footer, instead of failing
+    max_bad_rows: int = bounded(0, 0)  # up to so many rows that cannot be decoded get weight 0, instead of failing
 
 
 @dataclass
@@ -149,7 +149,7 @@ class TableOptimizerConfig:
     beta2: float = bounded(0.999, 0, below=1)  # adam and lamb, also row-wise: decay of the second moment
     weight_decay: float = bounded(0.0, 0, LARGE)  # GPUs, all but sgd, adagrad and ftrl; times the rate, as in AdamW
     state_dtype: StateType = StateType.FP32  # `BF16`: for the first moment of partial_rowwise_adam
-    allow_column_split: bool = False  # row-wise optimizers on split columns; what is learned then depends on the plan
+    allow_column_split: bool = False  # allow row-wise optimizers on column splits; what is learned depends on the plan
 
 
 @dataclass
@@ -189,12 +189,12 @@ class TableConfig:
     kept_rows: str | None = None
     vocabulary: str | None = None  # `vocabulary`: Parquet file with ids in `id`, as RUN/vocabulary/TABLE.parquet
     init_range: float | None = bounded(None, 0, 65504)  # weights start within ± this; default 1/sqrt(num_embeddings)
-    # Adds to the loss l2 / 2 times the squared length of each vector that the table gives (for a pooled list, of its
-    # sum), as the weighted mean over rows; sasrec, simplex and ultragcn divide by the number of items to be found
-    # instead. It is exact on every device and plan, unlike weight_decay.
+    # Adds to the loss: l2 / 2 times the squared length of each vector that the table gives (of a pooled list, its sum),
+    # as the weighted mean over rows; sasrec, simplex and ultragcn divide the sum by the number of items to be found.
+    # Exact on every device and plan, unlike weight_decay.
     l2: float = bounded(0.0, 0, LARGE)
-    # Adds l2_all_rows / 2 times the sum of squares of the whole table, looked up or not, as recipes for small data do.
-    # Every rank holds such a table, and each step rewrites it.
+    # Adds to the loss: l2_all_rows / 2 times the sum of squares of the whole table, looked up or not, as in recipes for
+    # small data. Every rank holds such a table, and each step rewrites it.
     l2_all_rows: float = bounded(0.0, 0, LARGE)
     sparsity: SparsityConfig | None = None
     sharding_type: ShardingChoice = ShardingChoice.auto
@@ -299,7 +299,7 @@ class Config:
     """
 
     model: Any = MISSING  # its name, and the keys of that model
-    features: dict[str, FeatureConfig] = MISSING  # by name; unless `column` is set, that is the column too
+    features: dict[str, FeatureConfig] = MISSING  # by name, which is also the column unless `column` is set
     tables: dict[str, TableConfig] = MISSING  # by name
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
