@@ -17,7 +17,7 @@ import xxhash
 from recsys.data.conditions import BY_DATASET, KEY
 from recsys.data.fields import Place, names, places
 from recsys.data.storage import BadDataError, Files, Storage, partition_keys, reason
-from recsys.data.thrift import Statistics, num_row_groups, num_values, schema_end, statistics
+from recsys.data.thrift import Statistics, num_row_groups, num_values, schema_end, statistics, without_row_groups
 from recsys.errors import UserError, nearest
 from recsys.runtime.logs import logger
 
@@ -75,8 +75,8 @@ class _Schema:
 class FooterParser:
     """Takes what is wanted from footers, in threads.
 
-    Arrow parses the first footer of each schema only. The files of a dataset seldom have more than one, and of many
-    columns, that takes longer than all the rest.
+    Arrow parses the first schema of its kind only, and no row groups, which it makes ten times as large: of many
+    columns a gigabyte. The files of a dataset seldom have more than one schema.
 
     Args:
         key: config key that names the files.
@@ -140,15 +140,16 @@ class FooterParser:
         return (schema, num_rows) if sum(num_rows) == total else None
 
     def _rows_of_any(self, name: str, content: bytes) -> tuple[_Schema, list[int]]:
+        start = content[: schema_end(content)]
+        schema = next((seen for seen in self._schemas if seen.start == start), None)
+        if schema is None:
+            self._schemas.append(schema := self._convert(name, start, parsed_footer(without_row_groups(start))))
+            if known := self._rows_of_known(content):
+                return known
         metadata = parsed_footer(content)
         num_rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         if sum(num_rows) != metadata.num_rows or min(num_rows, default=0) < 0:
             raise OSError(f"it has {metadata.num_rows} rows, and {sum(num_rows)} in its row groups")
-        start = content[: schema_end(content)]
-        schema = next((seen for seen in self._schemas if seen.start == start), None)
-        if schema is None:
-            schema = self._convert(name, start, metadata)
-            self._schemas.append(schema)
         return schema, num_rows
 
     def _convert(self, name: str, start: bytes, metadata: pq.FileMetaData) -> _Schema:

@@ -87,6 +87,11 @@ def with_one_row_group(head: bytes, row_group: bytes, rest: bytes) -> bytes:
     return head + num_rows + bytes([1 << 4 | _LIST, 1 << 4 | _STRUCT]) + row_group + rest
 
 
+def without_row_groups(head: bytes) -> bytes:
+    """Return the footer of a file without rows, by the `head` of another: to the end of the schema."""
+    return head + bytes([1 << 4 | _I64, 0, 1 << 4 | _LIST, _STRUCT, 0])
+
+
 @lru_cache(maxsize=64)
 def _last_path(schema: bytes) -> tuple[str, ...]:
     """Return the names from the root to the last column of a schema, which is the beginning of a footer."""
