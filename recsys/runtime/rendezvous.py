@@ -1,7 +1,10 @@
 """A name for each start of the ranks in a store that outlives it, on which they agree before they are connected."""
 
+import threading
 import time
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -13,6 +16,23 @@ from recsys.runtime.logs import logger
 _TELL_AFTER_S = 30.0  # what is waited for, which may be for ten minutes more
 
 
+@contextmanager
+def told_if_slow(text: Callable[[], str]) -> Iterator[None]:
+    """Log what the block waits for, once a machine, where that takes half a minute or more."""
+
+    def tell() -> None:
+        if local_ranks()[0] == 0:
+            logger.warning("%s", text())
+
+    timer = threading.Timer(_TELL_AFTER_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def agree_on_prefix(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Return a name that rank 0 chooses, the same on all ranks, and another at each start of the ranks.
 
@@ -21,34 +41,22 @@ def agree_on_prefix(store: dist.Store, rank: int, world_size: int, timeout: time
     """
     own = uuid.uuid4().hex
     if rank > 0:
-        return _prefix_of_rank_zero(store, rank, own)
-    begun, limit, told = time.monotonic(), timeout.total_seconds(), False
-    missing = set(range(1, world_size))
-    while missing:
-        waited = time.monotonic() - begun
-        if waited > limit:
-            raise LostPeerError(f"rank {min(missing)} did not start in {limit:.0f} s")
-        if waited > _TELL_AFTER_S and not told:
-            text = "rank 0 waits for %d of %d ranks to start, the first of them rank %d; see what that one has told"
-            logger.warning(text, len(missing), world_size, min(missing))
-            told = True
-        for other in sorted(missing):
-            if store.check([f"start/{other}"]):  # left by the last start, maybe: then nobody takes the answer
-                store.set(f"start/answer/{store.get(f'start/{other}').decode()}", own)
-            if store.check([f"start/{own}/{other}"]):
-                missing.remove(other)
-        time.sleep(0.01)
+        store.set(f"start/{rank}", own)
+        with told_if_slow(lambda: f"rank {rank} waits for rank 0 to start; see what that one has told"):
+            prefix = store.get(f"start/answer/{own}").decode()
+        store.set(f"start/{prefix}/{rank}", "")
+        return prefix
+    missing, deadline = list(range(1, world_size)), time.monotonic() + timeout.total_seconds()
+    with told_if_slow(
+        lambda: f"rank 0 waits for ranks to start, see what they have told: {', '.join(map(str, missing[:8]))}"
+    ):
+        while missing:
+            if time.monotonic() > deadline:
+                raise LostPeerError(f"rank {missing[0]} did not start in {timeout.total_seconds():.0f} s")
+            for other in tuple(missing):
+                if store.check([f"start/{other}"]):  # left by the last start, maybe: then nobody takes the answer
+                    store.set(f"start/answer/{store.get(f'start/{other}').decode()}", own)
+                if store.check([f"start/{own}/{other}"]):
+                    missing.remove(other)
+            time.sleep(0.01)
     return own
-
-
-def _prefix_of_rank_zero(store: dist.Store, rank: int, own: str) -> str:
-    answer = f"start/answer/{own}"
-    store.set(f"start/{rank}", own)
-    try:
-        store.wait([answer], timedelta(seconds=_TELL_AFTER_S))
-    except dist.DistStoreError:
-        if local_ranks()[0] == 0:  # once a machine
-            logger.warning("rank %d waits for rank 0 to start; see what that one has told", rank)
-    prefix = store.get(answer).decode()
-    store.set(f"start/{prefix}/{rank}", "")
-    return prefix

@@ -19,7 +19,7 @@ from recsys.config import Device
 from recsys.errors import EchoError, LostPeerError, StuckError, UserError, is_out_of_memory, system_problem
 from recsys.runtime.environment import keep_freed_memory
 from recsys.runtime.launch import is_launched, local_ranks
-from recsys.runtime.rendezvous import agree_on_prefix
+from recsys.runtime.rendezvous import agree_on_prefix, told_if_slow
 from recsys.runtime.threads import computing_threads
 
 T = TypeVar("T")
@@ -28,6 +28,10 @@ DEFAULT_TIMEOUT_S = 600.0
 FAILURE_KEY = "failure"
 _FAILURE_WAIT_S = 2.0
 _ECHO_WAIT_S = 1.0
+_NOT_CONNECTED = (
+    "rank {} has found the others and waits for connections to them: machines must reach each other at every port, "
+    "which a firewall may close, and by one network, which GLOO_SOCKET_IFNAME names where there are several"
+)
 
 # Messages of gloo, NCCL and the store when the other side is gone; all other errors keep their traceback.
 _LOST_PEER = re.compile(
@@ -292,7 +296,8 @@ def _init_process_group(device: torch.device, timeout: timedelta) -> tuple[dist.
         if "TORCHELASTIC_RUN_ID" in os.environ:
             store = dist.PrefixStore(agree_on_prefix(launch_store, rank, world_size, timeout), launch_store)
         store.compare_set(FAILURE_KEY, "", "")
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        with told_if_slow(lambda: _NOT_CONNECTED.format(rank)):
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except RuntimeError as error:  # as where a rank has ended between the store and the connections
         raise as_lost_peer(error) or error from None
     return store, launch_store

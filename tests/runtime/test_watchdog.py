@@ -187,7 +187,10 @@ def test_ranks_that_wait_for_others_to_start_say_so(
 ) -> None:
     """As where the others have ended in a mistake before, which the machines of these tell, or do not come at all."""
     monkeypatch.setattr(rendezvous, "_TELL_AFTER_S", 0.2)
-    for rank, said in ((0, "waits for 3 of 4 ranks to start, the first of them rank 1"), (1, "waits for rank 0 to st")):
+    for rank, said in (
+        (0, "waits for ranks to start, see what they have told: 1, 2, 3"),
+        (1, "waits for rank 0 to start"),
+    ):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
         with pytest.raises((LostPeerError, dist.DistStoreError)):
             agree_on_prefix(store, rank, 4, timedelta(seconds=1))
