@@ -15,7 +15,15 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from recsys.data.filters import written
-from recsys.datasets.delimited_errors import CONVERT, check_header, check_names, check_quotes, check_start, told
+from recsys.datasets.delimited_errors import (
+    CONVERT,
+    beyond_int64,
+    check_header,
+    check_names,
+    check_quotes,
+    check_start,
+    told,
+)
 from recsys.datasets.tokens import TOKENS_HELP, split_list, tokenize
 from recsys.datasets.writer import (
     ROW_GROUP_ROWS,
@@ -173,7 +181,11 @@ class _Reader:
         self._first = next(filter(self._has_rows, inputs), inputs[0])  # a header alone, as Spark writes, shows no types
         head, self.names = self._open(self._first)
         self._check_names()
-        texts = dict.fromkeys(self._beyond_int64(head.schema), pa.string())
+        numbers = [column for column in head.schema if column.type in (pa.int64(), pa.float64())]
+        inferred = {column.name: column.type for column in numbers if column.name not in self.types}
+        self.types |= dict.fromkeys(inferred, pa.string())
+        with self._open(self._first)[0] as reader, told(self._first):
+            texts = dict.fromkeys(beyond_int64(reader, inferred), pa.string())
         self.types = {column.name: self._type(column) for column in head.schema} | texts
         if options.time_format and not any(map(pa.types.is_temporal, self.types.values())):
             raise UserError(
@@ -213,18 +225,6 @@ class _Reader:
         if pa.types.is_timestamp(column.type) and column.type.unit == "s":  # later ones may have fractions
             return pa.timestamp(TYPES["timestamp"].unit, column.type.tz)
         return pa.string() if pa.types.is_null(column.type) else column.type  # nulls show no type; text fits all
-
-    def _beyond_int64(self, inferred: pa.Schema) -> list[str]:
-        """Columns of whole numbers, some beyond int64: Arrow infers float64, in which several ids become one."""
-        names = [field.name for field in inferred if pa.types.is_float64(field.type) and field.name not in self.types]
-        if not names:
-            return []
-        self.types |= dict.fromkeys(names, pa.string())
-        with self._open(self._first)[0] as reader, told(self._first):
-            rows = next(batch for batch in reader if batch.num_rows)
-        are_whole = {name: pc.all(pc.match_substring_regex(rows[name], r"^[+-]?\d+$")).as_py() for name in names}
-        are_long = {name: pc.any(pc.match_substring_regex(rows[name], r"\d{19}")).as_py() for name in names}
-        return [name for name in names if are_whole[name] and are_long[name]]
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows of all files."""

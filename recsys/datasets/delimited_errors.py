@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -148,3 +149,30 @@ def check_header(rows: pa.RecordBatch, path: Path) -> None:
             f"{path} begins with {', '.join(map(repr, texts[:3]))}, words above numbers, as a header does; leave "
             f"--columns out or take that line out of the file, or if it is a row, name its nulls by --null-values"
         )
+
+
+def beyond_int64(batches: Iterable[pa.RecordBatch], inferred: Mapping[str, pa.DataType]) -> list[str]:
+    """Return columns of whole numbers, some beyond int64, for which Arrow infers float64: it makes one of several
+    ids. Print a note on those of int64 that lose zeros in front.
+
+    Args:
+        batches: of a file, columns as texts.
+        inferred: the types, int64 or float64, of those that look like numbers in the first batch with rows.
+    """
+    rows = next((batch for batch in batches if batch.num_rows), None)
+    if rows is None:
+        return []
+    names = []
+    for name, dtype in inferred.items():
+        if dtype == pa.float64():
+            is_whole = pc.all(pc.match_substring_regex(rows[name], r"^[+-]?\d+$")).as_py()
+            names += [name] if is_whole and pc.any(pc.match_substring_regex(rows[name], r"\d{19}")).as_py() else []
+        else:
+            padded = rows[name].filter(pc.match_substring_regex(rows[name], r"^[+-]?0\d"))
+            if len(padded):
+                print(
+                    f"note: column {name!r} is read as numbers, which keep no zeros in front: {padded[0]} becomes "
+                    f"{int(padded[0].as_py())}; --types {name}=string keeps ids as they are",
+                    file=sys.stderr,
+                )
+    return names

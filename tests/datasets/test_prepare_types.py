@@ -244,3 +244,11 @@ def test_a_csv_has_bool_and_times_of_day_as_the_readme_says(tmp_path: Path) -> N
     (tmp_path / "a.csv").write_text("seen,hour\ntrue,18:30\nFalse,07:05:09\n")
     convert_csv([tmp_path / "a.csv"], tmp_path / "out", CsvOptions())
     assert pq.read_table(tmp_path / "out").schema.types == [pa.bool_(), pa.time32("ms")]
+
+
+def test_zeros_in_front_of_numbers_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.csv").write_text("sku,price,at,zip,n\n12,0.5,07:05:00,,0\n0042,01.5,18:30:00,00501,-3\n")
+    convert_csv([tmp_path / "a.csv"], tmp_path / "out", CsvOptions(types={"zip": "string"}))
+    (note,) = re.findall("note: .*", capsys.readouterr().err)
+    assert "'sku' is read as numbers" in note and "0042 becomes 42; --types sku=string" in note
+    assert pq.read_table(tmp_path / "out").to_pylist()[1]["zip"] == "00501"
