@@ -22,6 +22,7 @@ _LABEL = re.compile(r"(?i)(^|_|is)(label|target|click|purchase|buy|bought|conver
 _ID = re.compile(
     r"(?i)(^|_)id$|(?-i:Id$)|code|zip|user|member|customer|visitor|item|article|product|sku|movie|song|video|categor|brand"
 )
+_WEIGHT = re.compile(r"(?i)(^|_)weights?$")
 _PLAIN = re.compile(r"[A-Za-z_][\w-]*")
 _MOST_LENGTH = 100  # of lists, by default
 _FEW_ROWS, _FEWER_ROWS = 1_000_000, 50_000
@@ -100,6 +101,7 @@ def uses_of(columns: Mapping[str, Column], label: Label | None, files: LogFiles)
     uses = {name: _use(column) for name, column in columns.items()}
     if label is None:
         return uses
+    uses |= {name: Use("none", "is it how much a row counts? data.weight_column") for name in _weights(columns)}
     uses |= dict.fromkeys(label.columns, Use("label"))
     if label.condition is None:
         return uses
@@ -145,6 +147,11 @@ def _use(column: Column) -> Use:
     if not is_text(column.element) and column.num_distinct > 1000 and not _ID.search(column.name):
         return Use("id", "if these are numbers: {type: float, log1p: true}, and no table")
     return Use("id")
+
+
+def _weights(columns: Mapping[str, Column]) -> list[str]:
+    named = {name: column.least for name, column in columns.items() if _WEIGHT.search(name) and not column.is_list}
+    return [name for name, least in named.items() if isinstance(least, int | float) and least >= 0]
 
 
 def _looks_counted(column: Column) -> bool:

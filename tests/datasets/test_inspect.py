@@ -50,6 +50,7 @@ def a_log() -> dict[str, pa.Array]:
         "price": pa.array(draw.gamma(2, 50, ROWS)),
         "margin": pa.array(draw.normal(0, 50, ROWS), mask=draw.random(ROWS) < 0.1),
         "share": pa.array(draw.random(ROWS), pa.float32()),
+        "row_weight": pa.array(draw.random(ROWS)),
         "cost": pa.array([Decimal(int(i)).scaleb(-2) for i in draw.integers(0, 99999, ROWS)]),
         "views": pa.array(draw.lognormal(3, 1.5, ROWS).astype(int)),
         "weekday": pa.array(draw.integers(0, 7, ROWS)),
@@ -97,7 +98,12 @@ def test_a_config_has_what_each_column_is(tmp_path: Path, capsys: pytest.Capture
     assert found["data"]["filter"] == {"train": f"at < '{cut}'", "valid": f"at >= '{cut}'"}
     assert found["data"]["label_column"] == "clicked"
     text, printed = (tmp_path / "my.yaml").read_text(), capsys.readouterr().out
-    for name, why in (("rating", "it tells the label"), ("bought", "another label"), ("event", "hardly a value")):
+    for name, why in (
+        ("rating", "it tells the label"),
+        ("bought", "another label"),
+        ("event", "hardly a value"),
+        ("row_weight", "is it how much a row counts"),
+    ):
         assert f"  # {name}: {why}" in text
     for name, why in (("always", "one value"), ("never", "no values"), ("broken", "NaN"), ("ragged", "as many as")):
         assert f"  # {name}: " in text and why in text.partition(f"# {name}: ")[2].partition("\n")[0]
