@@ -1,4 +1,4 @@
-"""The tree of a filter: conditions on columns, evaluated for rows, and for row groups by their statistics."""
+"""The tree of a filter: conditions on columns, evaluated for rows, or for row groups from their statistics."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
 }
 _OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}
 _TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
-# A test of a column's type, the types of literals that it is compared with, and what to write.
+# Test of a column's type, types of the literals that such a column is compared with, advice for messages.
 _LITERALS: tuple[tuple[Callable[[pa.DataType], bool], tuple[type, ...], str], ...] = (
     (pa.types.is_boolean, (bool, int), "write True or False"),
     (pa.types.is_integer, (int,), "write an integer of that type, without quotes"),
@@ -53,8 +53,8 @@ class Bounds(NamedTuple):
     """Bounds of a column in each of n row groups.
 
     Attributes:
-        least, most: pa.Array [n] of the column's type; bounds of the values that are not null, null where unknown.
-        nulls, values: bool [n], whether there may be nulls, and values that are not null.
+        least, most: pa.Array [n] of the column's type; bounds of the values that are not null; null if unknown.
+        nulls, values: bool [n], whether there may be nulls, and whether there may be other values.
     """
 
     least: pa.Array
@@ -64,7 +64,7 @@ class Bounds(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where rows come from: `num_rows` of a row group, from `first` on; `group` tells it from others."""
+    """Where rows come from: `num_rows` of a row group, from `first` on; `group` identifies the row group."""
 
     group: str
     first: int
@@ -83,7 +83,7 @@ class Outcomes(NamedTuple):
 
 
 class Column(str):
-    """The name of a column that another is compared with."""
+    """The name of the column on the right side of a comparison of two columns."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class Condition:
     """A filter, or a part of one.
 
     Attributes:
-        operator: `and`, `or` and `not` of `parts`; of a column, `is None`, `in` (value: literals), `is true`, or a
-            comparison with a literal or a `Column`. `bind` makes Arrow scalars of the literals. `sampled` (value: a
-            share and a seed) is of no column.
+        operator: `and`, `or` or `not`, of `parts`; or of a column: `is None`, `in` (value: literals), `is true`, or a
+            comparison with a literal or a `Column`; or `sampled` (value: share and seed), without a column. `bind`
+            makes Arrow scalars of the literals.
     """
 
     operator: str
@@ -107,7 +107,7 @@ class Condition:
         return own.union(*(part.columns() for part in self.parts))
 
     def bind(self, schema: pa.Schema) -> "Condition":
-        """Return the condition with literals of the columns' types. Raises UserError if they do not go together."""
+        """Return the condition with literals in the columns' types. Raises UserError if they do not fit these."""
         if self.parts:
             return replace(self, parts=tuple(part.bind(schema) for part in self.parts))
         if self.operator == "sampled":
@@ -129,7 +129,7 @@ class Condition:
         return replace(self, operator="==", value=pa.scalar(True))
 
     def mask(self, table: pa.Table, origin: Origin | None = None) -> pa.ChunkedArray:
-        """Return the condition for each row, bool with nulls [rows]; columns may be dictionary-encoded."""
+        """Return the value of the condition for each row, bool with nulls [rows]; columns may be dictionary-encoded."""
         if self.operator == "not":
             return pc.invert(self.parts[0].mask(table, origin))
         if self.parts:
@@ -154,12 +154,12 @@ class Condition:
             return reduce(pc.or_kleene, (pc.equal(values, scalar) for scalar in self.value))
         if pa.types.is_floating(values.type):
             values = _unsigned_zeros(values)
-        # The kernel says false for null, and `not in` would take it.
+        # The kernel returns false for null, so that `not in` would be true.
         return pc.if_else(pc.is_valid(values), pc.is_in(values, self._literals), pa.scalar(None, pa.bool_()))
 
     @cached_property
     def _literals(self) -> pa.Array:
-        """The literals of `in`, in one type; made once, since that of thousands takes longer than to look for them."""
+        """The literals of `in`, in one type; made once, since for thousands it takes longer than looking for them."""
         dtypes = {scalar.type for scalar in self.value}
         dtype = dtypes.pop() if len(dtypes) == 1 else pa.int64()
         literals = pa.array([scalar.cast(dtype) for scalar in self.value], dtype)
@@ -173,7 +173,7 @@ class Condition:
         if self.operator == "not":
             true, false, null = parts[0].outcomes(bounds, n)
             return Outcomes(false, true, null)
-        if parts:  # one after the other, as there may be thousands of literals
+        if parts:  # reduced one after the other, because there may be thousands of literals
             return reduce(_both if self.operator == "and" else _either, (part.outcomes(bounds, n) for part in parts))
         if self.operator == "sampled" or isinstance(self.value, Column):
             return Outcomes(*np.ones((3, n), np.bool_))
@@ -219,18 +219,18 @@ def _check_pair(operator: str, left: str, left_dtype: pa.DataType, right: str, r
 
 
 def _common_type(dtypes: Sequence[pa.DataType]) -> pa.DataType:
-    """Return the type that two columns of different types, as `_check_pair` lets through, are compared in."""
+    """Return the type in which to compare two columns of different types that `_check_pair` has accepted."""
     typed = [dtype for dtype in dtypes if not pa.types.is_null(dtype)]
     if len(typed) < 2:  # no row of the other one has a value
         return typed[0]
-    # Floats make one of large ids that differ, and the kernel refuses them where one side is unsigned.
+    # As floats, large ids that differ may become equal; and the kernel refuses large ids if one side is unsigned.
     return pa.decimal128(20, 0) if all(map(pa.types.is_integer, typed)) else pa.float64()
 
 
 def _bound(column: str, dtype: pa.DataType, operator: str, literal: Any) -> tuple[str, pa.Scalar]:
-    """Return a comparison with a literal as one with a scalar of the column's type."""
+    """Turn a comparison with a literal into one with a scalar of the column's type; return operator and scalar."""
     given = literal
-    if pa.types.is_integer(dtype) and isinstance(literal, float):  # Arrow refuses to compare large ids with it
+    if pa.types.is_integer(dtype) and isinstance(literal, float):  # Arrow refuses to compare large ids with a float
         if not math.isfinite(literal) or (operator in ("==", "!=") and not literal.is_integer()):
             raise UserError(
                 f"{KEY}: column '{column}' is {dtype}, and {literal} is not an integer; compare it with an integer"
@@ -252,7 +252,7 @@ def _bound(column: str, dtype: pa.DataType, operator: str, literal: Any) -> tupl
 
 
 def _scalar(dtype: pa.DataType, literal: Any) -> pa.Scalar:
-    if pa.types.is_null(dtype):  # equal to nothing, whatever the literal; Arrow compares no null with an untyped one
+    if pa.types.is_null(dtype):  # nothing equals the literal; it gets a type since Arrow cannot compare untyped nulls
         return pa.scalar(None, pa.int64())
     if pa.types.is_boolean(dtype):
         return pa.scalar(bool(literal))
@@ -263,22 +263,22 @@ def _scalar(dtype: pa.DataType, literal: Any) -> pa.Scalar:
     if pa.types.is_timestamp(dtype) and dtype.tz is not None:
         try:
             return pa.scalar(literal).cast(dtype)
-        except pa.ArrowInvalid:  # no zone is written: UTC
+        except pa.ArrowInvalid:  # the literal has no zone, and means UTC
             return pa.scalar(literal).cast(pa.timestamp(dtype.unit)).cast(dtype)
     if pa.types.is_temporal(dtype):
         return pa.scalar(literal).cast(dtype)
-    if pa.types.is_floating(dtype):  # of an integer Arrow refuses those that the type has to round
+    if pa.types.is_floating(dtype):  # made a float first: Arrow refuses integers that the type has to round
         return _comparable(pa.scalar(float(literal), dtype))
     return pa.scalar(literal, dtype)
 
 
 def _comparable(values: Any) -> Any:
-    """Return an array or scalar in a type that Arrow's kernels compare: halves as float32, others as they are."""
+    """Return an array or scalar in a type that Arrow's kernels can compare: float16 as float32, others unchanged."""
     return values.cast(pa.float32()) if pa.types.is_float16(values.type) else values
 
 
 def _unsigned_zeros(floats: pa.Array) -> pa.Array:
-    """Return floats with 0 in place of -0, which is equal to it, but which Arrow does not find among others."""
+    """Return floats with 0 instead of -0: the two are equal, but Arrow's `is_in` tells them apart."""
     return pc.add(floats, pa.scalar(0.0, floats.type))
 
 
@@ -288,7 +288,7 @@ def _fits(dtype: pa.DataType, literal: int) -> bool:
 
 
 def _of_values(column: pa.ChunkedArray, test: Callable[[pa.Array], pa.Array]) -> pa.ChunkedArray:
-    """Apply `test` to each chunk; of a dictionary-encoded one to each distinct value once."""
+    """Apply `test` to each chunk; if a chunk is dictionary-encoded, once to each distinct value."""
     chunks = column.chunks or [pa.array([], column.type)]
     return pa.chunked_array(
         pc.take(test(chunk.dictionary), chunk.indices)
@@ -299,7 +299,7 @@ def _of_values(column: pa.ChunkedArray, test: Callable[[pa.Array], pa.Array]) ->
 
 
 def _may_hold(operator: str, bounds: Bounds, literal: pa.Scalar) -> np.ndarray:
-    """Return whether some value in each row group may compare so with the literal, bool [n]."""
+    """Return for each row group whether the comparison may be true of some value in it, bool [n]."""
     if operator == "==":
         return _may_hold("<=", bounds, literal) & _may_hold(">=", bounds, literal)
     least, most = (

@@ -1,4 +1,4 @@
-"""The Parquet files of one role, opened: their footers, types, partitions and what identifies them."""
+"""The opened Parquet files of one role: their footers, types, partitions and fingerprint."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -15,23 +15,23 @@ from recsys.data.storage import Storage, partition_keys
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Files of one role (train, valid …), with what their footers say. It can be pickled.
+    """The files of one role (train, valid …), with what their footers say. It can be pickled.
 
     Attributes:
         key: the config key that names the files, for messages.
-        row_groups: of all files, in order; those without a row (that matches the filter) left out.
-        schema: Arrow schema of `columns`, with plain types (see `plain_type`) that hold those of every file. Readers
-            return strings as dictionaries where Arrow can.
+        row_groups: of all files, in order, without those that have no row (that matches the filter).
+        schema: Arrow schema of `columns`, with plain types (see `plain_type`) that can hold the values of every file.
+            Readers return strings as dictionaries where Arrow can.
         columns: names of the columns read.
         filter: expression that rows must match, or None.
-        bad_files: left out, since their footers could not be read.
-        filter_schema: of the columns that the filter names.
-        options: section `data` of the config, for how files are read alone.
+        bad_files: files left out because their footers could not be read.
+        filter_schema: schema of the columns that the filter names.
+        options: section `data` of the config; only the keys on how files are read are used.
         storage: the file system. layouts: of the files, see `FooterParser.layouts`.
-        file_layouts, file_sizes, file_digests: int64 [files], of each of `row_groups.paths` its number in `layouts`,
-            its bytes, and `Footer.digest`.
+        file_layouts, file_sizes, file_digests: int64 [files], for each of `row_groups.paths` its number in `layouts`,
+            its size in bytes, and its `Footer.digest`.
         stored_rows: int64 [row groups], rows before the filter.
-        crosses: of `columns`, those that are made of others (see `recsys.data.crosses`), by name.
+        crosses: the columns that are made of others (see `recsys.data.crosses`): name → names of those others.
     """
 
     key: str
@@ -69,15 +69,15 @@ class Dataset:
         return digest.hexdigest()[:16]
 
     def own_name(self, path: str) -> str:
-        """Return the name of a file without the folders that it lies in, which a copy need not have.
+        """Return the name of a file without its folders, so that a copy elsewhere has the same name.
 
-        Partition keys in its path stay where they stand for columns that are read.
+        Partition keys in the path are kept if they stand for columns that are read.
         """
         keys = {key: value for key, value in partition_keys(path).items() if key in self._of_paths}
         return "/".join([*(f"{key}={value}" for key, value in keys.items()), path.rsplit("/", 1)[-1]])
 
     def file_of_floats(self, column: str) -> str | None:
-        """Return the first file with floats in a column that is integer in others, which makes all of them floats."""
+        """Return the first file with floats in a column that has integers in others, and is thus read as floats."""
         dtypes = [layout.field(column).type if column in layout.names else pa.null() for layout in self.layouts]
         dtypes = [getattr(dtype, "value_type", dtype) for dtype in dtypes]
         if not (any(map(pa.types.is_integer, dtypes)) and any(map(pa.types.is_floating, dtypes))):
@@ -86,7 +86,7 @@ class Dataset:
         return next((path for path, layout in files if pa.types.is_floating(dtypes[layout])), None)
 
     def with_lists(self, others: Iterable[pa.Schema]) -> "Dataset":
-        """Return the dataset with list types for columns without a type that are lists in other schemas.
+        """Return the dataset with list types for its untyped columns that are lists in other schemas.
 
         Some writers give no type to a column without values; its nulls must count as null lists, not as single ids.
         """
@@ -96,12 +96,12 @@ class Dataset:
 
     @cached_property
     def head(self) -> Segment:
-        """The row group whose first rows stand for all: the first of those in files that have most of the columns."""
+        """The row group whose first rows serve as a sample: the first in a file with as many columns as any has."""
         num_columns = np.array([len({*layout.names} & {*self.columns}) for layout in self.layouts])
         return self.row_groups.segment(int(num_columns[self.file_layouts][self.row_groups.file].argmax()))
 
     @cached_property
     def _of_paths(self) -> set[str]:
-        """The columns that are read and that some file does not have itself."""
+        """The columns that are read but missing in some file, and so may come from its path."""
         wanted = {*self.columns, *self.filter_schema.names}
         return {name for name in wanted for layout in self.layouts if name not in layout.names}

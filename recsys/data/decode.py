@@ -1,4 +1,4 @@
-"""Decoding of row groups: the columns asked for, in the dataset's types, of the rows that match the filter."""
+"""Decoding of row groups: the wanted columns, in the dataset's types, of the rows that match the filter."""
 
 import threading
 from collections import OrderedDict
@@ -24,8 +24,8 @@ from recsys.data.order import Segment
 from recsys.data.storage import BadDataError, partition_column, partition_keys, reason
 from recsys.ids import numpy_view
 
-CACHED_ROW_GROUPS = 2  # by a reader, of those that are read in parts
-_HEAD_BUFFER_BYTES, _HEAD_BATCH_ROWS = 1 << 16, 1 << 12  # of what is read and decoded at once, of all columns
+CACHED_ROW_GROUPS = 2  # kept by a reader, of those that are read in parts
+_HEAD_BUFFER_BYTES, _HEAD_BATCH_ROWS = 1 << 16, 1 << 12  # read and decoded at once, for all columns, by `head`
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError)
 
 
@@ -34,9 +34,9 @@ class _Group:
     """A row group as its footer described it.
 
     Attributes:
-        num_rows: that match the filter; stored_rows: all. layout: number of the file's layout. file_size: in bytes.
-        file_digest: of its footer, by which `sampled` in a filter tells files apart wherever they lie, and by which a
-            change is seen.
+        num_rows: rows that match the filter. stored_rows: all rows. layout: number of the file's layout.
+        file_size: in bytes. file_digest: of the footer; it shows that a file has changed, and `sampled` in a filter
+            identifies files by it, wherever they lie.
     """
 
     path: str
@@ -53,7 +53,7 @@ class _Plan:
     """How to read files of one layout.
 
     Attributes:
-        stored: columns to read from the file, and where each is. constant: columns whose value is in the path, or null.
+        stored: columns to read from the file, and their places. constant: columns of one value, from the path or null.
         dictionaries: Parquet columns to read as dictionaries.
     """
 
@@ -62,17 +62,18 @@ class _Plan:
     dictionaries: list[str]
 
     def paths(self, columns: Iterable[str]) -> list[str]:
-        """Return what pyarrow's readers are to read for some of the stored columns."""
+        """Return the paths that pyarrow's readers must read for some of the stored columns."""
         return [path for column in columns for path in self.stored[column].paths]
 
 
 class SegmentReader:
     """Decodes row groups of a dataset, and segments of them; safe to call from several threads.
 
-    The last few row groups that are read in parts are kept, because the streams of small files begin in the same one.
+    The last few row groups that were read in parts are kept, because in small files, several streams begin in the same
+    row group.
 
     Args:
-        columns: the columns to return; all of the dataset by default. kept: how many row groups are.
+        columns: the columns to return, by default all of the dataset. kept: how many row groups are kept.
     """
 
     def __init__(self, dataset: Dataset, columns: Sequence[str] | None = None, kept: int = CACHED_ROW_GROUPS) -> None:
@@ -90,22 +91,22 @@ class SegmentReader:
         self._lock = threading.Lock()
 
     def read(self, segment: Segment) -> pa.Table:
-        """Return the rows of a segment; rows are counted without those that the filter leaves out.
+        """Return the rows of a segment, whose numbers do not count rows that the filter leaves out.
 
         Raises:
             BadDataError: names file, row group and column that cannot be read, or the file that has changed.
         """
-        is_whole = segment.num_rows == self._dataset.row_groups.num_rows[segment.number]  # no other one wants any of it
+        is_whole = segment.num_rows == self._dataset.row_groups.num_rows[segment.number]  # so no other segment needs it
         table = self.row_group(segment.number) if is_whole else self._shared_row_group(segment.number)
         return table.slice(segment.start, segment.num_rows)
 
     def tables(self) -> Iterator[pa.Table]:
-        """Yield the rows of the dataset, one row group after the other. Errors as of `read`."""
+        """Yield the rows of the dataset, one row group after the other. Errors are those of `read`."""
         groups = self._dataset.row_groups
         return (self.read(groups.segment(number)) for number in range(len(groups)))
 
     def row_group(self, number: int) -> pa.Table:
-        """Return the rows of a row group, by its number in the dataset, that match the filter. Errors as of `read`."""
+        """Return the matching rows of a row group, given by its number in the dataset. Errors are those of `read`."""
         group = self._group(number)
         is_filtered = self._condition is not None and group.num_rows < group.stored_rows
         table = self._matching(self._read(group, is_filtered), group, is_filtered)
@@ -114,12 +115,12 @@ class SegmentReader:
         return table
 
     def count(self, number: int) -> int:
-        """Return how many rows of a row group match the filter. Errors as of `read`."""
+        """Return how many rows of a row group match the filter. Errors are those of `read`."""
         group = self._group(number)
         return pc.sum(self._mask(self._read(group, is_filtered=True), group)).as_py() or 0
 
     def head(self, number: int, num_rows: int) -> pa.Table:
-        """Return up to so many rows from the start of a row group, without decoding all of it. Errors as of `read`."""
+        """Return up to `num_rows` rows from the start of a row group, decoding no more. Errors are those of `read`."""
         group, is_filtered = self._group(number), self._condition is not None
 
         def read(plan: _Plan) -> pa.Table:
@@ -140,7 +141,7 @@ class SegmentReader:
         return self._planned(group, is_filtered, read)
 
     def file_bytes(self, number: int) -> dict[str, int]:
-        """Return by column the bytes of a row group in its file. Errors as of `read`."""
+        """Return by column the bytes of a row group in its file. Errors are those of `read`."""
         group = self._group(number)
 
         def read(plan: _Plan) -> dict[str, int]:
@@ -159,7 +160,7 @@ class SegmentReader:
             try:
                 future.set_result(self.row_group(number))
                 if len(self._dataset.row_groups) <= CACHED_ROW_GROUPS:
-                    # What that took is not wanted again, and may be several times the table.
+                    # The memory of decoding is not needed again, and may be several times that of the table.
                     pa.default_memory_pool().release_unused()
             except Exception as error:
                 future.set_exception(error)
@@ -197,7 +198,7 @@ class SegmentReader:
         return self._plans[key]
 
     def _planned(self, group: _Group, is_filtered: bool, read: Callable[[_Plan], pa.Table]) -> pa.Table:
-        """Return what `read` returns, remote with retries. Raises BadDataError for what it cannot read."""
+        """Call `read`, with retries if files are remote. Raises BadDataError for what it cannot read."""
         plan, read = self._plan(group, is_filtered), self._dataset.storage.retried(read)
         try:
             try:
@@ -210,7 +211,7 @@ class SegmentReader:
             table = read(plan)
             self._plans[(group.layout, is_filtered)] = plan
             return table
-        except MemoryError:  # Arrow's is one of its exceptions, and no fault of the file
+        except MemoryError:  # Arrow's MemoryError is an ArrowException too, but not a fault of the file
             raise
         except _UNREADABLE as error:
             raise self._blame(group, plan, error) from error
@@ -224,8 +225,8 @@ class SegmentReader:
     def _stored(self, group: _Group, plan: _Plan, columns: list[str], blames: bool = False) -> pa.Table:
         decoded: dict[str, pa.ChunkedArray] = {}
         with self._open(group, plan) as (file, index, digest):
-            # One after another: Arrow's reader of several columns keeps the buffers of each until all are decoded,
-            # one to two times what the table takes. From elsewhere all at once, in few requests.
+            # Local columns one by one: Arrow's reader of several keeps the buffers of each until all are decoded, which
+            # take one to two times the memory of the table. Remote columns all at once, in few requests.
             for names in [columns] if self._dataset.storage.root else [[column] for column in columns]:
                 part = file.read_row_group(index, columns=plan.paths(names), use_threads=False)
                 for column in names:
@@ -235,13 +236,13 @@ class SegmentReader:
             metadata = file.metadata
         table = pa.table(decoded)
         self._check(table, metadata, index, plan)
-        if digest != group.file_digest and not blames:  # last, since what is damaged is to be told
+        if digest != group.file_digest and not blames:  # last, so that damage is reported rather than a change
             raise _changed(group, "its footer is another")
         return table.replace_schema_metadata()
 
     @contextmanager
     def _open(self, group: _Group, plan: _Plan, buffer_size: int = 0) -> Iterator[tuple[pq.ParquetFile, int, int]]:
-        """Open a row group's file; yield it, the row group's number in what is opened, and its footer's digest."""
+        """Open a row group's file; yield it, the row group's number in the opened footer, and the footer's digest."""
         storage = self._dataset.storage
         with storage.open(group.path) as source:
             size = source.size()
@@ -254,10 +255,10 @@ class SegmentReader:
                     footer,
                     read_dictionary=plan.dictionaries,
                     buffer_size=buffer_size,
-                    pre_buffer=bool(storage.root),  # in few requests
+                    pre_buffer=bool(storage.root),  # read remote files in few requests
                     page_checksum_verification=self._dataset.options.verify_checksums,
                 )
-            except KeyError as error:  # of read_dictionary
+            except KeyError as error:  # raised for a column of read_dictionary
                 raise _changed(group, "its columns are others") from error
             rows = footer.row_group(index).num_rows if index < footer.num_row_groups else 0
             if rows != group.stored_rows:
@@ -265,7 +266,7 @@ class SegmentReader:
             yield file, index, digest
 
     def _check(self, table: pa.Table, metadata: pq.FileMetaData, index: int, plan: _Plan) -> None:
-        """Compare what was decoded with the footer: page headers have no checksum, and say how many values there are.
+        """Compare the decoded columns with the footer, since page headers, with the number of values, have no checksum.
 
         Raises:
             OSError: they differ.
@@ -285,14 +286,14 @@ class SegmentReader:
                 continue
             if chunk.physical_type != schema.column(leaves[0]).physical_type:  # see recsys.data.thrift
                 raise OSError(f"it is stored as {chunk.physical_type}, which its schema does not say")
-            if len(plan.stored[name].steps) > 1:  # nulls of a struct are not in its fields' counts, of some writers
+            if len(plan.stored[name].steps) > 1:  # some writers do not count a null struct as a null of its fields
                 continue
             known = chunk.statistics
             if known is not None and known.has_null_count and known.null_count != column.null_count:
                 raise OSError(f"it holds {column.null_count} nulls, and the footer says {known.null_count}")
 
     def _blame(self, group: _Group, plan: _Plan, error: Exception) -> BadDataError:
-        """Return the error of a row group that cannot be read, with the column's name if it is one column's fault."""
+        """Return the error for a row group that cannot be read; it names a column if only that cannot be read."""
         if isinstance(error, FileNotFoundError):
             return _changed(group, "it does not exist any more")
         what, why = f"row group {group.index} of '{group.path}'", error
@@ -311,7 +312,7 @@ class SegmentReader:
         return BadDataError(message, group.path, group.index)
 
     def _completed(self, table: pa.Table, group: _Group, plan: _Plan) -> pa.Table:
-        """Cast columns to the types of the dataset, and add those whose value is in the path, or which it lacks."""
+        """Cast columns to the types of the dataset, and add those with one value: from the path, or null if missing."""
         num_rows = table.num_rows if plan.stored else group.stored_rows
         columns = dict(zip(table.column_names, table.columns, strict=True))
         for name, column in columns.items():
@@ -342,6 +343,6 @@ def _changed(group: _Group, how: str) -> BadDataError:
 
 
 def _num_values(array: pa.Array) -> int:
-    """Return how many values Parquet stores for lists: their elements, and one for each that is empty or null."""
+    """Return how many values Parquet stores for lists: their elements, and one for each list that is empty or null."""
     offsets = numpy_view(array.offsets)
     return int(offsets[-1] - offsets[0]) + int(np.count_nonzero(offsets[1:] == offsets[:-1]))

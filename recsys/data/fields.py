@@ -1,6 +1,6 @@
 """Fields of structs as columns: `device.os` is the field `os` of the struct column `device`.
 
-In a list of structs, `items.id` is the list of their ids. A column whose own name has dots goes before a field.
+In a list of structs, `items.id` is the list of their ids. A column whose own name is `device.os` has precedence.
 """
 
 import json
@@ -18,9 +18,9 @@ class Place:
     """Where a column is in a Parquet file.
 
     Attributes:
-        dtype: its type; of a field in a list of structs a list.
-        steps: names of the column and of the fields inside it, from the root; of most columns one.
-        leaves, paths: of its Parquet columns the numbers, and the names, by which pyarrow's readers take these alone.
+        dtype: its type; a list for a field in a list of structs.
+        steps: names of the column and of the fields inside it, from the root; most columns have one.
+        leaves, paths: numbers and names of its Parquet columns; pyarrow's readers read single ones by name.
     """
 
     dtype: pa.DataType
@@ -30,16 +30,16 @@ class Place:
 
     @classmethod
     def of(cls, field: pa.Field) -> "Place":
-        """Return the place that the metadata of a field tell, which `Place.field` has made."""
+        """Return the place of a field, from the metadata that `Place.field` has given it."""
         return cls(field.type, *json.loads(field.metadata[b"place"]))
 
     def field(self, name: str, dtype: pa.DataType, **metadata: str) -> pa.Field:
-        """Return a field of a schema, of another type perhaps, whose metadata tell the place."""
+        """Return a field of a schema whose metadata hold the place; its type may be another than that in the file."""
         place = json.dumps([self.steps, self.leaves, self.paths])
         return pa.field(name, dtype, metadata={"place": place, **metadata})
 
     def take(self, table: pa.Table) -> pa.ChunkedArray:
-        """Return the column, of what a reader has given for the paths; a field of a null struct is null.
+        """Return the column from a table that was read with `paths`; a field of a null struct is null.
 
         Raises:
             OSError: it refers to entries that its dictionary does not have.
@@ -53,20 +53,20 @@ class Place:
         return column
 
     def file_bytes(self, row_group: pq.RowGroupMetaData) -> int:
-        """Return the bytes of its Parquet columns in a file's row group."""
+        """Return the bytes of its Parquet columns in a row group."""
         return sum(row_group.column(leaf).total_compressed_size for leaf in self.leaves)
 
     def parts(self) -> list[list[str]]:
-        """Return the names that each of the paths is made of: those of the steps, which may hold dots themselves, and
-        the writer's for elements of lists."""
+        """Return each path split into its names: those of the steps, which may have dots themselves, and the writer's
+        for elements of lists."""
         return [_parts(path, self.steps) for path in self.paths]
 
 
 def places(fields: Iterable[pa.Field], schema: pq.ParquetSchema, first: int = 0) -> dict[str, Place]:
-    """Return where each column of a file is, by name, and each field inside one.
+    """Return by name the place of each column of a file, and of each field inside one.
 
     Args:
-        fields: the columns in the types that they are read in. schema: Parquet's own, of the same file.
+        fields: the columns with the types as which they are read. schema: Parquet's schema of the same file.
         first: number of the first of their Parquet columns.
     """
     fields, by_name = list(fields), dict[str, Place]()
@@ -83,14 +83,14 @@ def places(fields: Iterable[pa.Field], schema: pq.ParquetSchema, first: int = 0)
 
 
 def names(fields: Iterable[pa.Field], before: str = "") -> Iterator[str]:
-    """Yield the names of columns that hold values: of a struct those of its fields."""
+    """Yield the names of columns that hold values; for a struct, those of its fields."""
     for field in fields:
         inner = _fields(field.type)
         yield from names(inner, f"{before}{field.name}.") if inner else [before + field.name]
 
 
 def advice(column: str | None, dtype: pa.DataType) -> str:
-    """Return what to name in place of a column of structs, for messages; of another type nothing."""
+    """Return advice, for messages, on what to name instead of a column of structs; empty for other types."""
     fields = _fields(dtype)
     return f"; name a field of the struct, such as '{column}.{fields[0].name}'" if fields else ""
 
@@ -109,13 +109,13 @@ def _parts(path: str, steps: Sequence[str]) -> list[str]:
 
 
 def _fields(dtype: pa.DataType) -> list[pa.Field]:
-    """Return the fields of a struct, or of the structs in a list."""
+    """Return the fields of a struct or of the structs in a list; empty for other types."""
     dtype = dtype.value_type if pa.types.is_list(dtype) else dtype
     return [dtype.field(i) for i in range(dtype.num_fields)] if pa.types.is_struct(dtype) else []
 
 
 def _check_entries(array: pa.Array) -> None:
-    # Arrow does not look when it reads a column as a dictionary, and who looks an entry up reads any memory.
+    # Arrow does not check this when it reads a column as a dictionary; looking up such an entry reads arbitrary memory.
     values = array.values if pa.types.is_list(array.type) else array
     if pa.types.is_dictionary(values.type):
         ends = pc.min_max(values.indices).as_py()

@@ -1,11 +1,11 @@
 """Filters of rows in the syntax of Python expressions, such as `day >= '2026-11-01' and country in ['de', 'at']`.
 
-A filter is parsed without a look at the data (`parse_filter`), takes the types of the columns (`Condition.bind`), and
-answers two questions: what it is for each row of a table (`Condition.mask`), and what it may be for whole row groups of
-which only the least and greatest values are known (`Condition.outcomes`).
+A filter is parsed without a look at the data (`parse_filter`) and then bound to the types of the columns
+(`Condition.bind`). It answers two questions: its value for each row of a table (`Condition.mask`), and the values that
+it may have in row groups of which only the least and greatest values are known (`Condition.outcomes`).
 
-Nulls are those of SQL: a comparison with null is null, `not` of null is null, and a row for which the filter is null is
-left out, as one for which it is false. So `x != 5` leaves out the nulls of x; add `or x is None` to take them.
+Nulls behave as in SQL: a comparison with null is null, `not` of null is null, and a row for which the filter is null is
+left out, like one for which it is false. So `x != 5` leaves out the nulls of x; add `or x is None` to keep them.
 """
 
 import ast
@@ -43,7 +43,7 @@ _HINTS = (
 
 
 def written(column: str) -> str:
-    """Return how a filter names a column, for messages: by `col` where the name alone would be something else."""
+    """Return how a filter names a column, for messages: by `col` if the name alone would mean something else."""
     with suppress(SyntaxError, ValueError):
         node = ast.parse(column, mode="eval").body
         if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) == column and column not in _CONSTANTS:
@@ -54,14 +54,14 @@ def written(column: str) -> str:
 def parse_filter(text: str) -> Condition:
     """Parse a filter; the module's docstring says what it means.
 
-    Known are comparisons of columns with literals or columns (== != < <= > >=, also chained), `in` and `not in` lists,
-    `is None` and `is not None`, bool columns by themselves, and, or, not, parentheses, `device.os` for a field of a
-    struct, and `col("odd name")` for a column whose name is no Python name. `sampled(0.1, 7)` is true of a tenth of the
-    rows, by seed 7. Literals are numbers, strings, True and False. A string compared with a date or timestamp is read
-    as ISO 8601 and as UTC where the column has a zone and the string has none.
+    It may have comparisons of columns with literals or columns (== != < <= > >=, also chained), `in` and `not in`
+    lists, `is None` and `is not None`, bool columns by themselves, and, or, not, parentheses, `device.os` for a field
+    of a struct, and `col("odd name")` for a column whose name is not a Python name. `sampled(0.1, 7)` is true for a
+    tenth of the rows, drawn by seed 7. Literals are numbers, strings, True and False. A string compared with a date or
+    timestamp is read as ISO 8601, and as UTC if the column has a zone and the string has none.
 
     Raises:
-        UserError: the text is no such expression.
+        UserError: the text is not such an expression.
     """
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{KEY} is {text!r}, but must be an expression such as \"day >= '2026-11-01'\"")
@@ -71,15 +71,15 @@ def parse_filter(text: str) -> Condition:
         tree = ast.parse(source, mode="eval")
         return _Parser(source.encode().splitlines(), " ".join(text.split())).condition(tree.body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        # What Python advises is of Python: of `odd name > 3` that a comma may be forgotten.
+        # Python's own advice does not fit filters: for `odd name > 3` it is that a comma may be missing.
         said = getattr(error, "msg", "it is nested too deeply").partition(". Perhaps")[0]
         why = _hint(text) or (f"{said}; {_ODD_NAMES}" if "invalid" in said else said)
         raise UserError(f"{KEY}: '{' '.join(text.split())}' cannot be understood ({why})") from error
 
 
 def _refuse_comments(source: str) -> None:
-    """Raise a SyntaxError for a `#` right behind something: of `a#b > 3`, Python reads `a` alone."""
-    with suppress(tokenize.TokenError):  # of what is no expression either
+    """Raise a SyntaxError for a `#` right after something else: of `a#b > 3`, Python would read only `a`."""
+    with suppress(tokenize.TokenError):  # parsing refuses such texts too
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             before = token.line[: token.start[1]]
             if token.type == tokenize.COMMENT and before and not before[-1].isspace():
@@ -145,9 +145,9 @@ class _Parser:
         return None
 
     def _written(self, node: ast.expr, start: int = 0) -> str:
-        """Return the line in which an expression ends, from byte `start` to its end.
+        """Return the text from byte `start` of an expression's last line to the expression's end.
 
-        Python takes µ and μ for one letter, and ö of one sign and of two; the names of columns differ by them.
+        The tree is no help: Python equates µ and μ, and ö as one sign and as two; names of columns may differ by them.
         """
         return self._lines[(node.end_lineno or 0) - 1][start : node.end_col_offset].decode()
 

@@ -32,8 +32,8 @@ class CachedFooters:
     """Footers that an earlier run has read.
 
     Attributes:
-        footers: of files that had this (name, size, time). layouts: of these, see `FooterParser.layouts`.
-        filter_schema, schema: as of a `Dataset`.
+        footers: (name, size, time) of a file → its footer. layouts: see `FooterParser.layouts`.
+        filter_schema, schema: like those of a `Dataset`.
     """
 
     footers: Mapping[FileKey, Footer] = field(default_factory=dict)
@@ -45,11 +45,11 @@ class CachedFooters:
 def load_footers(path: Path, columns: Sequence[str], text: str | None) -> CachedFooters:
     """Return what `save_footers` wrote for the same columns and filter; empty if there is no such file.
 
-    A damaged file counts as none, since all of it can be read from the data again.
+    A damaged file is treated like a missing one, since all of it can be read from the data again.
 
     Args:
-        columns: the needed ones, then those of them that may be missing. Where others of them could be missing, the
-            footers were not checked for these.
+        columns: the needed ones, followed by those of them that may be missing. Both must be the same, because footers
+            are not checked for columns that may be missing.
     """
     try:
         table = pq.read_table(path, page_checksum_verification=True)
@@ -70,8 +70,8 @@ def load_footers(path: Path, columns: Sequence[str], text: str | None) -> Cached
 
 
 def kept_schema(path: Path) -> pa.Schema:
-    """Return the columns of the files whose footers `save_footers` wrote, and partition keys that were among those
-    read; none if there is no such file."""
+    """Return the columns of the files whose footers `save_footers` wrote, and partition keys that were read; empty if
+    there is no such file."""
     try:
         header = json.loads((pq.read_schema(path).metadata or {})[b"footers"])
         layouts = [_decoded(text).remove_metadata() for text in header["layouts"]]
@@ -83,7 +83,7 @@ def kept_schema(path: Path) -> pa.Schema:
 
 
 def save_footers(path: Path, columns: Sequence[str], text: str | None, known: CachedFooters) -> None:
-    """Write footers for `load_footers`, atomically; a full disk is only warned of."""
+    """Write footers for `load_footers`, atomically; an error, such as a full disk, only causes a warning."""
     header = {
         "made_for": [_VERSION, list(columns), text],
         "layouts": list(map(_encoded, known.layouts)),
@@ -104,10 +104,10 @@ def save_footers(path: Path, columns: Sequence[str], text: str | None, known: Ca
 
 
 def changed_files(path: Path, dataset: Dataset, all_rows: bool = True) -> str:
-    """Return, for a message, how the files differ from those in a file of `save_footers`; empty if it does not tell.
+    """Return, for a message, how the files differ from those in a file of `save_footers`; empty if nothing is known.
 
     Args:
-        all_rows: the dataset is not cut by `data.max_rows`, which may leave out files.
+        all_rows: whether the dataset is not cut by `data.max_rows`, which may leave out files.
     """
     try:
         files = pq.read_table(path, columns=["name", "num_rows", "matching", "digest"]).to_pylist()
@@ -133,7 +133,7 @@ def changed_files(path: Path, dataset: Dataset, all_rows: bool = True) -> str:
     changes += [f"'{name}' is new" for name in now if name not in before]
     in_both = [(name, *before[name], *now[name]) for name in now if name in before]
     others = [(name, old, new) for name, old, before_digest, new, digest in in_both if digest != before_digest]
-    is_whole = all_rows and dataset.filter is None  # else row groups without a row that is wanted are not counted
+    is_whole = all_rows and dataset.filter is None  # else rows of row groups that are left out are not counted
     changes += [f"'{name}' has {new:,} rows, and had {old:,}" for name, old, new in others if is_whole and new != old]
     changes += [f"'{name}' {rewritten}" for name, old, new in others if not is_whole or new == old]
     more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
@@ -141,9 +141,9 @@ def changed_files(path: Path, dataset: Dataset, all_rows: bool = True) -> str:
 
 
 def _folder_of(paths: Iterable[str]) -> str:
-    """Return the folder that all files lie in or below."""
+    """Return the deepest folder that all files are in or below."""
     folders = [path.rpartition("/")[0] + "/" for path in paths]
-    # Cut behind a slash, so that no name is halved; `commonpath` would make s3:/ of s3://.
+    # Cut at a slash, so that no name is halved; `commonpath` would turn s3:// into s3:/.
     return os.path.commonprefix(folders).rpartition("/")[0]  # noqa: RUF071
 
 

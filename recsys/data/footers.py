@@ -1,4 +1,4 @@
-"""Footers of Parquet files: what they say of the columns wanted, read once each and quickly."""
+"""Footers of Parquet files: what they say about the wanted columns, read once each and quickly."""
 
 import os
 import threading
@@ -23,23 +23,23 @@ from recsys.runtime.logs import logger
 
 FileKey = tuple[str, int, int]
 
-_TAIL_BYTES = 16 << 10  # read at once from a file's end; most footers are shorter
+_TAIL_BYTES = 16 << 10  # read at once from the end of a file; most footers are shorter
 _REMOTE_TAIL_BYTES = 64 << 10
-_THREADS = 16  # since servers and cold disks make them wait; many more would fight over the interpreter
+_THREADS = 16  # several, because servers and cold disks make them wait; many more would fight over the interpreter
 
 
 @dataclass(frozen=True)
 class Footer:
-    """What is wanted of one footer; the lists have one entry for each row group.
+    """The parts of one footer that are used; each list has one entry for each row group.
 
     Attributes:
         layout: number in `FooterParser.layouts`.
-        num_rows: rows. num_bytes: what the wanted columns take in a window of the loader.
-        digest: of the file's end, at least of all of its footer: one number for the file, XXH3 as int64. Offsets, sizes
-            and statistics are in it, so that a file that was written anew has another, and a copy the same.
-        statistics: for each column of the filter (least, most, number of nulls), each None where unknown; no column
-            if an earlier run has counted the rows that match.
-        matching: these rows.
+        num_rows: rows. num_bytes: memory of the wanted columns in a window of the loader.
+        digest: XXH3 of the end of the file, with the whole footer, as int64. It covers offsets, sizes and statistics,
+            so that a rewritten file has another digest, and a copy the same.
+        statistics: for each column of the filter (least, most, number of nulls), each None if unknown; empty if an
+            earlier run has counted the matching rows.
+        matching: how many rows match the filter, or None if they have not been counted.
     """
 
     layout: int
@@ -57,9 +57,9 @@ class _Schema:
     Attributes:
         start: the bytes from the start of a footer to the end of the schema.
         layout: number in `FooterParser.layouts`.
-        names: of all columns, of structs those of their fields. missing: names of those wanted that are not there.
-        flat: one with a value a row, if any.
-        elements: paths of the Parquet columns in nested columns that windows hold.
+        names: of all columns, for structs those of their fields. missing: names of wanted columns that are not there.
+        flat: name of a column with one value per row, if there is one.
+        elements: paths of the Parquet columns of the nested columns that windows hold.
         ordered: (name, path, type) of the columns whose statistics are wanted.
     """
 
@@ -73,21 +73,21 @@ class _Schema:
 
 
 class FooterParser:
-    """Takes what is wanted from footers, in threads.
+    """Parses the wanted parts of footers; safe to call from several threads.
 
-    Arrow parses the first schema of its kind only, and no row groups, which it makes ten times as large: of many
-    columns a gigabyte. The files of a dataset seldom have more than one schema.
+    Arrow parses only the first footer of each schema, and none of its row groups, which would take ten times the bytes
+    of the footer: a gigabyte for many columns. The files of a dataset seldom have more than one schema.
 
     Args:
         key: config key that names the files.
-        columns: column that is needed → config key that asks for it. filtered: the same of the filter's columns.
+        columns: needed column → config key that asks for it. filtered: the same for the columns of the filter.
         optional: columns that may be missing. layouts: those that an earlier run found.
-        like: columns of other files, whose types partition keys have.
+        like: columns of other files; partition keys have the types that they have there.
 
     Attributes:
-        layouts: schemas of the columns wanted that files have, with plain types (see `plain_type`). The metadata of a
-            field tell where it is (see `Place.of`), and the path of the Parquet column that holds strings
-            (`dictionary`), which is read as a dictionary.
+        layouts: schemas of the wanted columns in files, with plain types (see `plain_type`). The metadata of a field
+            say where it is (see `Place.of`), and for strings the path of the Parquet column (`dictionary`) that is
+            read as a dictionary.
     """
 
     def __init__(
@@ -106,21 +106,21 @@ class FooterParser:
         self._lock = threading.Lock()
 
     def parse(self, name: str, tail: bytes) -> Footer:
-        """Return what is wanted of a footer, given as `read_footer` returns it.
+        """Return the wanted parts of a footer; `tail` is what `read_footer` returns.
 
         Raises:
-            UserError: a column is missing or there twice.
+            UserError: a column is missing or occurs twice.
             OSError, pa.ArrowException: the footer is damaged.
         """
         content = footer_of(tail)
         schema_and_rows = self._rows_of_known(content)
         if schema_and_rows is None:
-            with self._lock:  # so that others wait for what they can then use
+            with self._lock:  # so that other threads wait for the schema, and can then use it
                 schema_and_rows = self._rows_of_known(content) or self._rows_of_any(name, content)
         schema, num_rows = schema_and_rows
         self._check_missing(name, schema)
         count = len(num_rows)
-        numbers = [rows * len(self.columns) for rows in num_rows]  # partition keys, and lengths of lists, are such too
+        numbers = [rows * len(self.columns) for rows in num_rows]  # partition keys and lengths of lists count too
         for path in schema.elements:
             numbers = list(map(add, numbers, num_values(content, path, count)))
         by_column = {column: statistics(content, path, count, dtype) for column, path, dtype in schema.ordered}
@@ -128,7 +128,7 @@ class FooterParser:
         return Footer(schema.layout, num_rows, sizes, digest_of(tail), by_column)
 
     def _rows_of_known(self, content: bytes) -> tuple[_Schema, list[int]] | None:
-        """Return the rows of each row group, if the schema has been seen and has a column that tells them."""
+        """Return the schema and the rows of each row group, if it is known and has a column that gives the rows."""
         schema = next((seen for seen in reversed(self._schemas) if content.startswith(seen.start)), None)
         if schema is None or schema.flat is None:
             return None
@@ -182,7 +182,7 @@ class FooterParser:
         keys = partition_keys(name) if schema.missing else {}
         for column in schema.missing:
             if column not in keys and column not in self.optional:
-                beside = f"{column.partition('.')[0]}."  # of one of a struct, its other fields come first
+                beside = f"{column.partition('.')[0]}."  # for a field of a struct, list its other fields first
                 have = sorted(dict.fromkeys([*schema.names, *keys]), key=lambda name: not name.startswith(beside))
                 near = nearest(column, have)
                 advice = "" if near else "; data.optional_columns takes those that only some files have"
@@ -195,7 +195,7 @@ class FooterParser:
 
 @lru_cache(maxsize=1024)
 def plain_type(dtype: pa.DataType) -> pa.DataType:
-    """Return a type without what only says how its values are held: dictionaries, and names of lists' elements."""
+    """Return a type without details of how its values are held: dictionaries, and the names of lists' elements."""
     if pa.types.is_dictionary(dtype):
         return plain_type(dtype.value_type)
     return pa.list_(plain_type(dtype.value_type)) if pa.types.is_list(dtype) else dtype
@@ -218,17 +218,17 @@ def read_footers(
     """Read the footers of files, each once.
 
     Args:
-        max_bad: the most files that may be left out because their footer cannot be read.
+        max_bad: how many files may be left out because their footer cannot be read.
         cached: footers of an earlier run, used for files that have not changed since.
 
     Returns:
         Footers in the order of the files, None for those left out; and the names of those left out.
 
     Raises:
-        UserError: a column is missing or there twice.
+        UserError: a column is missing or occurs twice.
         BadDataError: more than `max_bad` footers cannot be read.
     """
-    # Without a time of change, a file of the same size may have changed.
+    # Without a time of change, a file of the same size may have changed, so its footer is read.
     footers = [cached.get(key) if key[2] else None for key in file_keys(files)]
     bad: dict[str, str] = {}
     for i, footer in _read_all(files, parser, [i for i, footer in enumerate(footers) if footer is None]):
@@ -251,18 +251,18 @@ def read_footers(
 
 
 def file_keys(files: Files) -> list[FileKey]:
-    """Return what tells whether a file has changed: (name, size, time of the last change)."""
+    """Return for each file a key that changes with the file: (name, size, time of the last change)."""
     return list(zip(files.names, files.sizes.tolist(), files.times.tolist(), strict=True))
 
 
 def _read_all(files: Files, parser: FooterParser, numbers: list[int]) -> Iterator[tuple[int, Footer | Exception]]:
-    """Yield footers, or why they cannot be read, in order."""
+    """Yield file number and footer, or the error of reading it, in order."""
 
     def read(i: int) -> Footer | Exception:
         name, size = files.names[i], int(files.sizes[i])
         try:
             return parser.parse(name, files.storage.retried(read_footer)(files.storage, name, size))
-        except MemoryError:  # Arrow's is one of its exceptions, and no fault of the file
+        except MemoryError:  # Arrow's MemoryError is an ArrowException too, but not a fault of the file
             raise
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             return error
@@ -276,13 +276,13 @@ def _read_all(files: Files, parser: FooterParser, numbers: list[int]) -> Iterato
 
 
 def read_footer(storage: Storage, name: str, size: int) -> bytes:
-    """Return the end of a file: the last 16 KiB (of a remote one 64), or its whole footer where that is longer.
+    """Return the end of a file: the last 16 KiB (64 KiB of a remote one), or the whole footer if that is longer.
 
     Args:
         size: of the file in bytes, -1 if unknown.
 
     Raises:
-        OSError: it cannot be read, or the file does not end as a Parquet file does.
+        OSError: the file cannot be read, or does not end like a Parquet file.
     """
     if size == 0:
         raise OSError("it is empty")
@@ -295,49 +295,49 @@ def read_footer(storage: Storage, name: str, size: int) -> bytes:
 
 
 def parsed_footer(content: bytes) -> pq.FileMetaData:
-    """Return what Arrow makes of a footer, a FileMetaData of Parquet, by Parquet's own types.
+    """Parse a footer, a FileMetaData of Parquet, by Arrow, with types from Parquet's schema alone.
 
     Before a row group is decoded, use only the schema and numbers of rows: see `recsys.data.thrift`.
     """
-    # What the schema that Arrow adds to Parquet's tells beyond it is how a writer held the values: as dictionaries,
-    # views, lists of fixed size, extension types. Decoding it takes as long as half of the rest. So its key is renamed:
-    # a string of 12 bytes, followed by a string.
+    # Arrow adds a schema of its own, which only adds how the writer held the values: as dictionaries, views, lists of
+    # fixed size, extension types. Decoding it takes half as long as all the rest. So that Arrow does not find it, its
+    # key is renamed here: a string of 12 bytes, followed by a string.
     content = content.replace(b"\x18\x0cARROW:schema\x18", b"\x18\x0carrow:schema\x18")
     return pq.read_metadata(pa.BufferReader(content + len(content).to_bytes(4, "little") + b"PAR1"))
 
 
 def metadata_of(storage: Storage, name: str, size: int) -> pq.FileMetaData:
-    """Return the `parsed_footer` of a file; arguments and errors are those of `read_footer`."""
+    """Read and parse the footer of a file; arguments and errors are those of `read_footer`."""
     return parsed_footer(footer_of(read_footer(storage, name, size)))
 
 
 def opened(source: pa.NativeFile | str, footer: pq.FileMetaData, **options: Any) -> pq.ParquetFile:
-    """Open a file by its footer, as `parsed_footer` returns it; `options` are those of pyarrow."""
-    # INT96 is a day and a nanosecond of it, of which Spark writes microseconds. Where Arrow makes nanoseconds of it, a
-    # day outside the years 1677 to 2262, such as 9999-12-31 for `never`, becomes another one without a word.
+    """Open a file with its footer from `parsed_footer`; `options` are those of pyarrow."""
+    # INT96 is a day and a nanosecond in it, which Spark writes in microseconds. If Arrow reads it as nanoseconds, a day
+    # outside the years 1677 to 2262, such as 9999-12-31 for `never`, silently becomes another day.
     return pq.ParquetFile(
         source, metadata=footer, coerce_int96_timestamp_unit="us", arrow_extensions_enabled=False, **options
     )
 
 
 def schema_read(footer: pq.FileMetaData) -> pa.Schema:
-    """Return the columns of a file in the types that a file which is `opened` gives."""
+    """Return the columns of a file with the types in which `opened` reads them."""
     return opened(pa.BufferReader(b""), footer).schema_arrow
 
 
 def footer_of(tail: bytes) -> bytes:
-    """Return the footer at the end of a file's end."""
+    """Return the footer within the end of a file."""
     return tail[-8 - int.from_bytes(tail[-8:-4], "little") : -8]
 
 
 def digest_of(tail: bytes) -> int:
-    """Return `Footer.digest` of a file by its end, as `file_tail` returns it."""
+    """Return the `Footer.digest` of a file; `tail` is what `file_tail` returns."""
     digest = xxhash.xxh3_64_digest(tail[-max(len(footer_of(tail)) + 8, _TAIL_BYTES) :])
     return int.from_bytes(digest, "little", signed=True)
 
 
 def file_tail(size: int, read: Callable[[int, int], bytes], at_once: int = _TAIL_BYTES) -> bytes:
-    """Return the end of a file, at least its footer. Errors as of `read_footer`."""
+    """Return the end of a file, which has at least its footer. Errors are those of `read_footer`."""
     tail = read(min(size, at_once), max(0, size - at_once))
     if tail[-4:] == b"PARE":
         raise OSError("it is encrypted")

@@ -1,6 +1,6 @@
-"""Footers of single row groups, for reading these: Arrow parses all of a footer, and one may have thousands.
+"""Footers cut down to a single row group: Arrow parses a footer as a whole, and one may have thousands of row groups.
 
-So what lies in a large footer is found once, and each time only what it says of one row group is read and parsed.
+So the places of row groups in a large footer are found once; then only the part about one row group is read and parsed.
 """
 
 import os
@@ -15,18 +15,18 @@ import pyarrow.parquet as pq
 from recsys.data.footers import digest_of, file_tail, footer_of, parsed_footer
 from recsys.data.thrift import row_group_bounds, schema_end, with_one_row_group
 
-_KEPT_BYTES = 4 << 20  # of footers as in the files, parsed they take ten times as much; and of the ends of large ones
-_LARGE_BYTES = _KEPT_BYTES >> 4  # from which on a footer is not parsed whole
-_BOUND_BYTES = 36  # of a Python integer in a list
+_KEPT_BYTES = 4 << 20  # of footers as in the files (parsed, they take ten times as much) and of the cuts of large ones
+_LARGE_BYTES = _KEPT_BYTES >> 4  # a footer of this size or more is not parsed as a whole
+_BOUND_BYTES = 36  # size of a Python integer in a list
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """A large footer without what it says of its row groups.
+    """A large footer without the part about its row groups.
 
     Attributes:
-        start: place in the file. head: to the end of the schema. rest: what is behind the row groups.
-        bounds: `row_group_bounds`.
+        start: its place in the file. head: its bytes to the end of the schema. rest: its bytes after the row groups.
+        bounds: from `row_group_bounds`.
     """
 
     start: int
@@ -43,12 +43,12 @@ _Kept = tuple[int, pq.FileMetaData | _Cut, int]  # bytes of a footer, the footer
 
 
 class GroupFooters:
-    """What files' footers say of single row groups; safe to call from several threads.
+    """Reads footers for single row groups; safe to call from several threads.
 
-    A few are kept, since to parse the footer of a file with many row groups takes longer than to decode one of them.
+    A few are kept, since parsing the footer of a file with many row groups takes longer than decoding one of them.
 
     Args:
-        is_remote: the files lie elsewhere than on this machine.
+        is_remote: whether the files are on a remote file system.
     """
 
     def __init__(self, is_remote: bool) -> None:
@@ -57,12 +57,12 @@ class GroupFooters:
         self._num_bytes, self._lock = 0, threading.Lock()
 
     def read(self, path: str, source: pa.NativeFile, index: int) -> tuple[pq.FileMetaData, int, int]:
-        """Return a footer that has a row group of a file, and the group's number in it: 0 if it has no other one.
+        """Return a footer that describes a row group, the group's number in it, and the digest of the whole footer.
 
-        The last result is the digest of all of the footer, as of `recsys.data.footers.Footer`.
+        The footer may be cut down to this row group, whose number is then 0. The digest is `Footer.digest`.
 
         Args:
-            source: the file, opened. index: of the row group in the file, which may have fewer.
+            source: the opened file. index: number of the row group in the file, which may turn out to have fewer.
 
         Raises:
             OSError, pa.ArrowException: it cannot be read, or is damaged.
@@ -92,11 +92,11 @@ class GroupFooters:
 
 
 def _cut(content: bytes, file_size: int) -> _Cut | None:
-    """Return a footer without what it says of its row groups, if it is large and they can be told apart."""
+    """Return a footer without its row groups; None if it is not large, or they cannot be told apart."""
     if len(content) < _LARGE_BYTES:
         return None
     try:
         bounds = row_group_bounds(content)
         return _Cut(file_size - 8 - len(content), content[: schema_end(content)], content[bounds[-1] :], bounds)
-    except OSError:  # Arrow tells what is wrong with it, if anything is
+    except OSError:  # if the footer is damaged, Arrow's parser reports what is wrong
         return None

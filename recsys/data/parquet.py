@@ -1,4 +1,4 @@
-"""Parquet files of a dataset: opening them all, and reading first rows or whole columns."""
+"""Opening the Parquet files of a dataset, and reading their first rows or whole columns."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,14 +42,14 @@ def open_dataset(
 
     Args:
         key: config key of `paths`, for messages. paths: directory, glob, file, URI, or a list of these: `find_files`.
-        columns: needed column → config key that asks for it. max_rows: use so many of those that match, the first.
-        filter: expression that rows must match; see `parse_filter`. options: section `data`, for how to read alone.
-        cache: file that keeps what footers say and counts, for a resumed run to read only files that have changed.
-        like: columns of the data that these go with: a partition key that is text there is so here.
+        columns: needed column → config key that asks for it. max_rows: use only this many matching rows, the first.
+        filter: expression that rows must match; see `parse_filter`. options: section `data`; only how to read is used.
+        cache: file that keeps footers and counts, so that a resumed run reads only files that have changed.
+        like: columns of the data that these belong to: a partition key that is text there is text here.
 
     Raises:
-        UserError: no file, no rows (that match), a missing column, types or a filter that do not go together.
-        BadDataError: a footer or row group that cannot be read.
+        UserError: there are no files or (matching) rows, a column is missing, or types or filter do not fit.
+        BadDataError: a footer or row group cannot be read.
     """
     options = options or DataConfig()
     condition = None if filter is None else parse_filter(filter)
@@ -82,7 +82,7 @@ def _no_rows(key: str, shown: str, filter: str | None) -> str:
 def _counted(
     condition: Condition, dataset: Dataset, files: Files, footers: Sequence[Footer]
 ) -> tuple[np.ndarray, list[Footer]]:
-    """Return how many rows of each row group match, int64, counting where footers do not tell; and footers that do."""
+    """Return how many rows of each row group match, int64, counting if footers do not say; and footers that do."""
     schema = dataset.filter_schema
     matching = certain_rows(condition, schema, files, footers, dataset.layouts)
     unknown = np.flatnonzero(matching < 0)
@@ -100,7 +100,7 @@ def _counted(
 def _read(
     files: Files, parser: FooterParser, condition: Condition | None, options: DataConfig, cache: CachedFooters
 ) -> tuple[Files, list[Footer], Dataset]:
-    """Return the files that may have matches and can be read, their footers, and a dataset of all their rows."""
+    """Return the readable files that may have matching rows, their footers, and a dataset of all their rows."""
     candidates = files if condition is None else prune_by_path(files, condition, parser, cache.footers)
     read, bad = read_footers(candidates, parser, options.max_bad_files, cache.footers)
     readable = candidates.select(np.array([footer is not None for footer in read], np.bool_))
@@ -141,7 +141,7 @@ def _read(
 
 
 def _types(files: Files, readable: Files, footers: Sequence[Footer], parser: FooterParser) -> dict[str, pa.DataType]:
-    """Return types for the wanted columns that hold the values of every file, and of the partition keys in paths."""
+    """Return types for the wanted columns that can hold the values of every file, and of partition keys in paths."""
     first: dict[int, str] = {}
     for name, footer in zip(readable.names, footers, strict=True):
         first.setdefault(footer.layout, name)
@@ -173,13 +173,13 @@ def unified(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def _beside_decimals(dtype: pa.DataType) -> pa.DataType:
-    if pa.types.is_integer(dtype):  # Arrow unifies these to a digit less than its cast needs
+    if pa.types.is_integer(dtype):  # Arrow would unify it with decimals to a digit less than its cast needs
         return pa.decimal128(len(str(2**dtype.bit_width)), 0)
     return pa.float64() if pa.types.is_floating(dtype) else dtype  # Arrow would put decimals into halves
 
 
 def narrowed(dataset: Dataset, num_rows: np.ndarray, max_rows: int | None = None) -> Dataset:
-    """Return a dataset with `num_rows` rows of each row group, `max_rows` in all at most; empty groups and files go."""
+    """Cut a dataset to `num_rows` rows of each row group, `max_rows` in all at most, without empty groups and files."""
     if max_rows is not None:
         num_rows = np.clip(max_rows - (np.cumsum(num_rows) - num_rows), 0, num_rows)
     groups, chosen = dataset.row_groups, np.flatnonzero(num_rows)
@@ -197,9 +197,9 @@ def narrowed(dataset: Dataset, num_rows: np.ndarray, max_rows: int | None = None
 
 
 def column_names(key: str, paths: str | Sequence[str], retries: int) -> set[str]:
-    """Return the names of the columns of some files, of structs those of their fields, as the first file has them.
+    """Return the names of the columns in the first of some files; for structs, those of their fields.
 
-    Arguments as of `open_dataset`.
+    Arguments are those of `open_dataset`.
 
     Raises:
         UserError: there is no file. BadDataError: its footer cannot be read.
@@ -215,10 +215,10 @@ def column_names(key: str, paths: str | Sequence[str], retries: int) -> set[str]
 
 
 def read_head(dataset: Dataset, num_rows: int) -> pa.Table:
-    """Return up to `num_rows` rows from the start of the row group `Dataset.head`, without decoding more of it.
+    """Return up to `num_rows` rows from the start of the row group `Dataset.head`, decoding no more of it.
 
     Raises:
-        BadDataError: as `SegmentReader.read`.
+        BadDataError: see `SegmentReader.read`.
     """
     return SegmentReader(dataset).head(dataset.head.number, min(num_rows, dataset.head.num_rows))
 
@@ -227,7 +227,7 @@ def read_column(dataset: Dataset, column: str) -> pa.Array:
     """Return one whole column of a dataset, in file order and in the type of its schema.
 
     Raises:
-        BadDataError: as `SegmentReader.read`.
+        BadDataError: see `SegmentReader.read`.
     """
     dtype = dataset.schema.field(column).type
     columns = [table.column(column).cast(dtype) for table in SegmentReader(dataset, [column]).tables()]

@@ -19,8 +19,8 @@ from recsys.ids import NANOSECONDS
 def prune_by_path(files: Files, condition: Condition, parser: FooterParser, known: Mapping[FileKey, Footer]) -> Files:
     """Leave out the files whose partition keys exclude a match, so that their footers need not be read.
 
-    So it matters neither whether such a file can be read, nor whether it has the columns that are wanted. Keys are what
-    the first file that can be read does not have as a column.
+    It then does not matter whether such a file can be read, or has the needed columns. A key of a path counts if the
+    first readable file has no column of that name.
 
     Args:
         known: footers of an earlier run.
@@ -30,19 +30,19 @@ def prune_by_path(files: Files, condition: Condition, parser: FooterParser, know
         return files
     of_path = {name: files.partition_type(name, parser.like) for name in candidates - stored}
     schema = pa.schema([(name, of_path.get(name, pa.null())) for name in condition.columns()])
-    # A file counts as one row, of whose columns only the keys are known.
+    # A file counts as one row; of its columns, only the keys are known.
     footer = Footer(0, [1], [0], 0)
     rows = certain_rows(condition, schema, files, [footer] * len(files.names), [pa.schema([])])
     return files.select(rows != 0)
 
 
 def _stored_columns(files: Files, parser: FooterParser, known: Mapping[FileKey, Footer]) -> set[str] | None:
-    """Return the columns of the first file that can be read, and fields inside them; None: there is no such file."""
+    """Return the columns of the first readable file, and fields inside them, or None if no file can be read."""
     for key in file_keys(files):
         if key in known:
             return set(parser.layouts[known[key].layout].names)
         name, size, _ = key
-        with suppress(pa.ArrowException, OSError, UnicodeDecodeError):  # told by who reads all of them
+        with suppress(pa.ArrowException, OSError, UnicodeDecodeError):  # reading all footers will report it
             footer = metadata_of(files.storage, name, size)
             return set(places(schema_read(footer), footer.schema))
     return None
@@ -51,7 +51,7 @@ def _stored_columns(files: Files, parser: FooterParser, known: Mapping[FileKey, 
 def certain_rows(
     condition: Condition, schema: pa.Schema, files: Files, footers: Sequence[Footer], layouts: Sequence[pa.Schema]
 ) -> np.ndarray:
-    """Return the number of rows that match in each row group, int64, -1 where they have to be counted."""
+    """Return how many rows match in each row group, int64; -1 where they must be counted."""
     rows = np.array([count for footer in footers for count in footer.num_rows], np.int64)
     condition, bounds = condition.bind(schema), {}
     for field in schema:
@@ -68,7 +68,7 @@ def certain_rows(
 
 
 def _statistics(footer: Footer, layout: pa.Schema, name: str, field: pa.Field) -> list[Statistics]:
-    """Return least, most and number of nulls in each row group, times in units of the field's type."""
+    """Return least, most and number of nulls in each row group; times are in units of the field's type."""
     if field.name not in layout.names and field.name in (keys := partition_keys(name)):
         value = keys[field.name]
         return [(value, value, rows if value is None else 0) for rows in footer.num_rows]
@@ -91,8 +91,8 @@ def _bounds(read: Sequence[Statistics], rows: np.ndarray, dtype: pa.DataType) ->
 
 def _array(values: Sequence[Any], dtype: pa.DataType) -> pa.Array:
     try:
-        if pa.types.is_integer(dtype) and any(isinstance(value, str) for value in values):  # of paths
+        if pa.types.is_integer(dtype) and any(isinstance(value, str) for value in values):  # texts are from paths
             values = [None if value is None else int(value) for value in values]
         return pa.array(values, dtype)
-    except (pa.ArrowException, ValueError, TypeError, OverflowError):  # statistics that are no use: all unknown
+    except (pa.ArrowException, ValueError, TypeError, OverflowError):  # useless statistics count as unknown
         return pa.nulls(len(values), dtype)

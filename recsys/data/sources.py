@@ -1,4 +1,4 @@
-"""Listing of Parquet files: folders, globs, files and URIs of a config key, local and remote."""
+"""Listing of Parquet files: the folders, globs, files and URIs of a config key, local and remote."""
 
 import glob
 import os
@@ -19,12 +19,12 @@ from recsys.errors import UserError, nearest
 from recsys.runtime.logs import logger
 
 SCHEMES = ("s3", "gs", "hdfs", "file")
-# By the folder of a table's log, the table format. Only the log says which files are of the newest version.
+# Folder of a table's log → table format. Only the log says which files belong to the newest version.
 _TABLE_LOGS = {"_delta_log": "Delta", ".hoodie": "Hudi"}
 
 
 class _File(NamedTuple):
-    """A file: size in bytes, -1 if unknown, and time of the last change in ns, 0 if unknown."""
+    """A file: `size` in bytes, -1 if unknown; `time` of the last change in ns, 0 if unknown."""
 
     name: str
     size: int
@@ -34,15 +34,15 @@ class _File(NamedTuple):
 def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
     """Return the Parquet files of directories (searched in depth), globs, file names and URIs, sorted within each.
 
-    Hidden files and those that begin with `_` (markers of other tools) are left out. The names in a URI are taken as
-    they are, without %20 and the like, and `?` begins its options (`s3://bucket/logs?region=eu-west-1`). Credentials
-    are found as the tools of the file system do.
+    Hidden files and those that begin with `_` (markers of other tools) are left out. Names in a URI are not decoded, so
+    %20 is not a space; `?` begins the options (`s3://bucket/logs?region=eu-west-1`). Credentials are found like the
+    tools of the file system find them.
 
     Args:
         key: config key of `paths`, for messages. retries: of reads from a remote file system.
 
     Raises:
-        UserError: a path that does not exist, a glob or directory without Parquet files, a file given twice, files
+        UserError: for a path that does not exist, a glob or directory without Parquet files, a file given twice, files
             of several file systems, or a file system that is unknown or does not answer.
     """
     given = [_split(key, path) for path in ([paths] if isinstance(paths, str) else paths)]
@@ -68,17 +68,17 @@ def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
 
 
 def _reach(key: str, storage: Storage) -> None:
-    """Open a file system, as that of a bucket whose region is to be asked for; UserError if it does not answer."""
+    """Open a file system, which may ask a server, say for a bucket's region. Raises UserError if that fails."""
     try:
-        _ = storage.remote  # kept, once it is made
+        _ = storage.remote  # a cached property, which stays open
     except UserError as error:
         raise UserError(f"config key '{key}': {error}") from error
 
 
 def _check_texts(key: str, names: Sequence[str]) -> None:
-    """Raise a UserError if the name of a file, or a partition key in it, is no text."""
+    """Raise a UserError if the name of a file, or a partition key in it, is not UTF-8."""
     for name in names:
-        if any("\ud800" <= letter <= "\udfff" for letter in name):  # how Python shows bytes that are none of UTF-8
+        if any("\ud800" <= letter <= "\udfff" for letter in name):  # Python's signs for bytes that are not UTF-8
             raise UserError(
                 f"config key '{key}': the name of '{name}' is not UTF-8, which Arrow needs; rename the file or folder"
             )
@@ -129,7 +129,7 @@ def _expand_local(key: str, path: str) -> list[_File]:
     if not glob.has_magic(path):
         wrong = "is not a regular file" if os.path.exists(path) else f"does not exist{_seen_from(path)}"
         raise UserError(f"config key '{key}': '{path}' {wrong}{_near(Storage(), path)}")
-    path = re.sub("/+", "/", path)  # as `$LOGS/*.parquet` has where LOGS ends in a slash; what matches has one
+    path = re.sub("/+", "/", path)  # matches have single slashes; `$LOGS/*.parquet` has two if LOGS ends in one
     pattern = path.split("/")
     matches = sorted(match for match in glob.glob(path, recursive=True) if _is_match(match.split("/"), pattern))
     by_name = {file.name: file for match in matches for file in _file_or_below(match)}
@@ -139,7 +139,7 @@ def _expand_local(key: str, path: str) -> list[_File]:
 
 
 def _seen_from(path: str) -> str:
-    """Return the folder that a relative path starts from, for messages: a run may have been trained in another."""
+    """Return the folder that a relative path starts from, for messages: a run may have been trained from another."""
     return "" if os.path.isabs(path) else f", seen from '{os.getcwd()}'"
 
 
@@ -148,7 +148,7 @@ def _file_or_below(path: str) -> list[_File]:
 
 
 def _below(folder: str, above: frozenset[str]) -> Iterator[_File]:
-    # A folder may be named like a file by some writers. Links to folders are followed, but not in circles.
+    # Some writers name a folder like a file. Links to folders are followed, but not in circles.
     here = os.path.realpath(folder)
     if here in above:
         return
@@ -165,7 +165,7 @@ def _file(path: str) -> _File:
         status = os.stat(path)
     except FileNotFoundError:  # a broken link, which is reported when it is read
         return _File(path, -1, 0)
-    # A pipe or device has no bytes that could be read from its end.
+    # A pipe or device cannot be read from its end, so it counts as empty.
     size = status.st_size if stat.S_ISREG(status.st_mode) else 0
     return _File(path, size, status.st_mtime_ns)
 
@@ -186,7 +186,7 @@ def _nothing_in(key: str, folder: str, names: Iterable[str]) -> str:
 
 
 def _near(storage: Storage, name: str) -> str:
-    """Return a hint at the name most like the missing one in the deepest existing folder, for messages."""
+    """Return a hint, for messages, at the name closest to the missing one in the deepest folder that exists."""
     names: list[str] | None = None
     parent, missing = name, ""
     while names is None and len(parent) > len(storage.shown):
@@ -250,7 +250,7 @@ def _is_data(parts: Sequence[str]) -> bool:
 
 
 def _is_match(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a glob matches a file, or a folder that holds it; a wildcard matches within a name, ** over folders."""
+    """Whether a glob matches a file, or a folder that holds it; wildcards match within a name, ** across folders."""
     if not pattern:
         return not parts or _is_data(parts)
     first, rest = pattern[0], pattern[1:]

@@ -1,4 +1,4 @@
-"""Storage of Parquet files: local paths and file systems of URIs, reading with retries, Hive partitions in paths."""
+"""Storage of Parquet files: local paths, file systems named by URIs, reads with retries, Hive partitions in paths."""
 
 import re
 import time
@@ -23,10 +23,10 @@ _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 
 class BadDataError(UserError):
-    """A file, or a row group of it, that cannot be read.
+    """A file, or one of its row groups, cannot be read.
 
     Attributes:
-        path: of the file. row_group: its number in the file, or None if the whole file is meant.
+        path: of the file. row_group: its number in the file, or None if the error concerns the whole file.
     """
 
     def __init__(self, message: str, path: str, row_group: int | None = None) -> None:
@@ -39,11 +39,11 @@ class BadDataError(UserError):
 
 @dataclass(frozen=True)
 class Storage:
-    """The file system of a dataset, opened anew in each process that it is sent to.
+    """The file system of a dataset; each process that receives one by pickle opens it for itself.
 
     Attributes:
         root: URI without a path, such as `s3://bucket?region=eu-west-1`, or empty for local files.
-        retries: of a read from a remote file system.
+        retries: how often a failed read from a remote file system is repeated.
     """
 
     root: str = ""
@@ -54,20 +54,20 @@ class Storage:
 
     @cached_property
     def remote(self) -> tuple[fs.FileSystem, str]:
-        """The remote file system, and what stands before its paths in place of `shown`."""
+        """The remote file system, and the prefix that its paths have instead of `shown`."""
         return filesystem_of(self.root, self.retries)
 
     @property
     def shown(self) -> str:
-        """What stands before the paths of a remote file system in messages: the root without secrets and options."""
+        """The prefix of remote paths in messages: the root without secrets and options."""
         return re.sub("//.*@", "//", self.root.partition("?")[0])
 
     def path(self, name: str) -> str:
-        """Return the path in the remote file system of a file named in messages as `name`."""
+        """Return the path, in the remote file system, of the file that messages call `name`."""
         return self.remote[1].rstrip("/") + name.removeprefix(self.shown)
 
     def name(self, path: str) -> str:
-        """Return how messages name the file at a path of the remote file system."""
+        """Return what messages call the file at a path of the remote file system."""
         return self.shown + path.removeprefix(self.remote[1].rstrip("/"))
 
     def open(self, name: str) -> pa.NativeFile:
@@ -75,7 +75,7 @@ class Storage:
         return self.remote[0].open_input_file(self.path(name)) if self.root else pa.OSFile(name)
 
     def retried(self, action: Callable[P, T]) -> Callable[P, T]:
-        """Return `action`; of a remote file system, as it is with an OSError retried after 0.1, 0.2, 0.4 … seconds."""
+        """Return `action`; if files are remote, wrapped to retry an OSError after 0.1, 0.2, 0.4 … seconds."""
 
         def retry(*args: P.args, **kwargs: P.kwargs) -> T:
             for attempt in range(self.retries):
@@ -91,7 +91,7 @@ class Storage:
 
 
 def filesystem_of(root: str, retries: int) -> tuple[fs.FileSystem, str]:
-    """Return the file system of a URI without a path, and the path there that the URI stands for.
+    """Return the file system of a URI without a path, and the path in it that the URI stands for.
 
     Raises:
         UserError: it cannot be opened.
@@ -100,7 +100,7 @@ def filesystem_of(root: str, retries: int) -> tuple[fs.FileSystem, str]:
     try:
         filesystem, path = fs.FileSystem.from_uri(f"{authority}/{mark}{options}")
         if isinstance(filesystem, fs.S3FileSystem):
-            # from_uri takes no retry strategy, so once more, with the options that pickling would use.
+            # from_uri accepts no retry strategy, so it is made again, with the options that pickling would use.
             strategy = fs.AwsStandardS3RetryStrategy(max_attempts=retries + 1)
             filesystem = fs.S3FileSystem(**filesystem.__reduce__()[1][0], retry_strategy=strategy)
     except (pa.ArrowException, OSError) as error:
@@ -114,8 +114,8 @@ class Files:
     """The files of a dataset.
 
     Attributes:
-        names: as messages name them, in order.
-        sizes: bytes, int64 [files], -1 where unknown. times: of the last change, ns, int64 [files], 0 where unknown.
+        names: the names used in messages, in order.
+        sizes: bytes, int64 [files], -1 if unknown. times: last change in ns, int64 [files], 0 if unknown.
     """
 
     storage: Storage
@@ -124,14 +124,14 @@ class Files:
     times: np.ndarray
 
     def select(self, chosen: np.ndarray) -> "Files":
-        """Return some of the files, by a mask [files]."""
+        """Return the files for which a bool mask [files] is true."""
         return Files(self.storage, tuple(compress(self.names, chosen)), self.sizes[chosen], self.times[chosen])
 
     def partition_type(self, column: str, like: pa.Schema | None = None) -> pa.DataType:
-        """Return the type of a column whose values are in the paths: string where it is in `like`, else int32 or string
-        as pyarrow.dataset infers it from the values, and null where no path has it.
+        """Return the type of a column whose values are in the paths: string if it is that in `like`, else int32 or
+        string as pyarrow.dataset infers from the values, or null if no path has the column.
 
-        Digits alone are numbers in the paths of one data set, and may be texts among those of another.
+        `like` matters because values of digits alone look like numbers, but may be texts in the data these belong to.
         """
         if like is not None and column in like.names and pa.types.is_string(like.field(column).type):
             return pa.string()
@@ -149,15 +149,15 @@ def partition_keys(name: str) -> dict[str, str | None]:
     Values are percent-decoded, and __HIVE_DEFAULT_PARTITION__ is None.
 
     Raises:
-        UnicodeDecodeError: one is not UTF-8 then; of others than `find_files` has refused.
+        UnicodeDecodeError: a decoded key or value is not UTF-8, which `find_files` has ruled out for its files.
     """
     pairs = (folder.partition("=") for folder in name.split("/")[:-1] if "=" in folder)
-    decoded = partial(unquote, errors="strict")  # else other bytes are all one sign, and their values one
+    decoded = partial(unquote, errors="strict")  # else all other bytes become one sign, and different values the same
     return {decoded(key): None if value == _NULL_PARTITION else decoded(value) for key, _, value in pairs}
 
 
 def partition_column(value: str | None, dtype: pa.DataType, num_rows: int) -> pa.Array:
-    """Return a column of one value, which is text in a path."""
+    """Return a column of `num_rows` times one value, given as text from a path."""
     if value is None:
         return pa.nulls(num_rows, dtype)
     if pa.types.is_string(dtype):
@@ -166,7 +166,7 @@ def partition_column(value: str | None, dtype: pa.DataType, num_rows: int) -> pa
 
 
 def reason(error: Exception) -> str:
-    """Return why something cannot be read, without what Arrow and the operating system say around it."""
+    """Return in short why something cannot be read, without the details that Arrow and the operating system add."""
     if isinstance(error, FileNotFoundError):
         return "it does not exist"
     if isinstance(error, PermissionError):

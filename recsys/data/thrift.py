@@ -1,8 +1,8 @@
-"""What a Parquet footer says of single columns, taken from its bytes.
+"""What a Parquet footer says about single columns, read from its bytes.
 
-pyarrow has this too (`FileMetaData.row_group(i).column(j)`, and `pyarrow.dataset` by filters), but nothing there takes
-an exception of C++: if the footer is damaged, or the column encrypted, the process ends at once, without a word about
-which file it was. So only the schema is left to Arrow, once for all files that have it, and the rest is read here.
+pyarrow can read this too (`FileMetaData.row_group(i).column(j)`, and filters of `pyarrow.dataset`), but nothing there
+catches exceptions of C++: if the footer is damaged, or the column encrypted, the process ends at once, without naming
+the file. So Arrow parses only the schema, once for all files that share it, and the rest is read here.
 
 The encoding is Thrift's compact protocol (thrift/doc/specs/thrift-compact-protocol.md), the structures are those of
 parquet.thrift in https://github.com/apache/parquet-format.
@@ -29,7 +29,7 @@ _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _ST
 
 
 def schema_end(footer: bytes) -> int:
-    """Return where a footer's schema ends, which is the first part of it, after the version.
+    """Return where the schema ends, which is the first part of a footer after the version.
 
     Raises:
         OSError: the footer is damaged.
@@ -39,7 +39,7 @@ def schema_end(footer: bytes) -> int:
 
 
 def num_row_groups(footer: bytes, at: int) -> tuple[int, int]:
-    """Return how many rows a file has, and how many row groups.
+    """Return how many rows and how many row groups a file has.
 
     Args:
         at: where the schema ends.
@@ -55,12 +55,12 @@ def num_row_groups(footer: bytes, at: int) -> tuple[int, int]:
 
 
 def row_group_bounds(footer: bytes) -> list[int]:
-    """Return where the row groups of a footer begin, and behind these where the last one ends.
+    """Return where each row group of a footer begins, followed by where the last one ends.
 
-    They are found by their last column, since to go through all columns of all would take longer than what is saved.
+    They are found by their last column: going through all columns would take longer than is saved by not parsing them.
 
     Raises:
-        OSError: the footer is damaged, or its last column is not there once in each row group.
+        OSError: the footer is damaged, or a row group does not have the last column exactly once.
     """
     schema, message = schema_end(footer), "the row groups of the footer cannot be told apart"
     with _damaged(message):
@@ -77,13 +77,13 @@ def row_group_bounds(footer: bytes) -> list[int]:
 
 
 def with_one_row_group(head: bytes, row_group: bytes, rest: bytes) -> bytes:
-    """Return a footer with one of its row groups alone, which then has the number 0.
+    """Return a footer with only one of its row groups, which then has the number 0.
 
     Args:
-        head: of the footer, to the end of the schema. row_group: from one of `row_group_bounds` to the next. rest: what
-            is behind the last one.
+        head: the footer up to the end of the schema. row_group: its bytes from one of `row_group_bounds` to the next.
+        rest: the bytes after the last row group.
     """
-    num_rows = bytes([1 << 4 | _I64, 0])  # of the file, which readers of a row group do not ask for
+    num_rows = bytes([1 << 4 | _I64, 0])  # rows of the file, which readers of a row group do not use
     return head + num_rows + bytes([1 << 4 | _LIST, 1 << 4 | _STRUCT]) + row_group + rest
 
 
@@ -94,9 +94,9 @@ def without_row_groups(head: bytes) -> bytes:
 
 @lru_cache(maxsize=64)
 def _last_path(schema: bytes) -> tuple[str, ...]:
-    """Return the names from the root to the last column of a schema, which is the beginning of a footer."""
+    """Return the names from the root to the last column; `schema` is the beginning of a footer."""
     count, at = _list_header(schema, read_fields(schema, 0, 0, _VERSION)[1] + 1)
-    above: list[tuple[str, int]] = []  # what the next column is within, with how many more columns that has
+    above: list[tuple[str, int]] = []  # the groups around the next column, and how many more children each has
     paths: list[tuple[str, ...]] = [()]  # of columns
     for _ in range(count):
         fields, at = read_fields(schema, at)
@@ -115,13 +115,13 @@ def _last_path(schema: bytes) -> tuple[str, ...]:
 
 
 def num_values(footer: bytes, path: Sequence[str], num_row_groups: int) -> list[int]:
-    """Return how many values a column has in each row group, nulls included; of a list also one for each empty list.
+    """Return how many values a column has in each row group, counting nulls, and one for each empty list.
 
     Args:
-        footer: FileMetaData as it is in the file. path: names from the root of the schema to the column.
+        footer: bytes of FileMetaData, as in the file. path: names from the root of the schema to the column.
 
     Raises:
-        OSError: the footer does not say it once for each row group.
+        OSError: the footer does not have the number exactly once for each row group.
     """
     counts = [_count(fields, _NUM_VALUES) for fields in _column(footer, path, num_row_groups, _NUM_VALUES)]
     if None in counts:
@@ -132,8 +132,8 @@ def num_values(footer: bytes, path: Sequence[str], num_row_groups: int) -> list[
 def statistics(footer: bytes, path: Sequence[str], num_row_groups: int, dtype: pa.DataType) -> list[Statistics]:
     """Return the statistics of a column in each row group.
 
-    Only the fields `min_value` and `max_value` are used, whose order is defined; strings may be cut short there, and
-    are bounds all the same. Dates are days, times are numbers of their unit. Decimals and others have no bounds.
+    Only the fields `min_value` and `max_value` are used, whose order is defined. Strings may be cut short in them, but
+    are still bounds. Dates are days, times are counts of their unit. Decimals and other types have no bounds.
 
     Args:
         dtype: Arrow type of the column in this file. Other arguments and errors: as for `num_values`.
@@ -144,10 +144,10 @@ def statistics(footer: bytes, path: Sequence[str], num_row_groups: int, dtype: p
 
 
 def read_fields(data: bytes, at: int, number: int = 0, last: int = 1 << 16) -> tuple[dict[int, Any], int]:
-    """Return fields of a structure up to field `last`, by number, and the place after them.
+    """Return the fields of a structure up to field `last`, by number, and the place after them.
 
     Args:
-        at: place of the first field. number: of the field before it.
+        at: place of the first field to read. number: number of the field before that.
 
     Raises:
         IndexError, ValueError, RecursionError: the structure is damaged.
@@ -230,9 +230,9 @@ def _column(footer: bytes, path: Sequence[str], num_row_groups: int, last: int) 
 
 @lru_cache(maxsize=4096)
 def _path_field(path: tuple[str, ...]) -> bytes:
-    """Return a column's path as it stands in a footer: a list of strings, the third field after the second.
+    """Return a column's path as a footer encodes it: field 3 after field 2, a list of strings.
 
-    Nothing else in a footer looks so.
+    No other part of a footer has these bytes.
     """
     names = [name.encode() for name in path]
     size = bytes([len(names) << 4 | _BINARY]) if len(names) < 15 else bytes([0xF0 | _BINARY]) + _varint(len(names))
@@ -244,7 +244,7 @@ def _varint(value: int) -> bytes:
 
 
 def _value(data: Any, dtype: pa.DataType) -> Any:
-    """Return a value of the statistics, in Parquet's plain encoding, or None if it is no use."""
+    """Decode a value of the statistics from Parquet's plain encoding; None if it is of no use."""
     if not isinstance(data, bytes) or pa.types.is_binary(dtype):
         return data if isinstance(data, bytes) else None
     if pa.types.is_string(dtype):
