@@ -1,4 +1,4 @@
-"""Arrow arrays as NumPy sees them: whole columns, few copies."""
+"""Conversion of whole Arrow columns to NumPy arrays, with few copies."""
 
 import numpy as np
 import pyarrow as pa
@@ -7,33 +7,33 @@ from recsys.ids import NANOSECONDS, numpy_view, raw_times
 
 
 def whole(column: pa.ChunkedArray) -> pa.Array:
-    """Return a column in one piece, which is its only chunk itself if it has one."""
+    """Return a column as one array, without a copy if it has one chunk."""
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Return the same values, of a column without a type as int64: some writers drop it where no row has a value."""
+    """Return an untyped array as int64, others unchanged: some writers drop the type if no row has a value."""
     return array.cast(pa.int64()) if pa.types.is_null(array.type) else array
 
 
 def decoded(array: pa.Array) -> pa.Array:
-    """Return `plain(array)`, of a dictionary its values."""
+    """Return `plain(array)` with dictionaries replaced by their values."""
     array = plain(array)
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
 def valid(array: pa.Array) -> np.ndarray:
-    """Return a mask [len(array)] of what is not null, of a `plain` array that has nulls."""
+    """Return a mask [len(array)] of the elements that are not null, for a `plain` array that has nulls."""
     start, bit = divmod(array.offset, 8)
     packed = np.frombuffer(array.buffers()[0], np.uint8, (bit + len(array) + 7) // 8, start)
     return np.unpackbits(packed, count=bit + len(array), bitorder="little")[bit:].view(bool)
 
 
 def drop_nulls(array: pa.Array) -> pa.Array:
-    """Return what is not null, of a `plain` array that has nulls and is not nested."""
+    """Return the elements that are not null, for a `plain` array that has nulls and is not nested."""
     if pa.types.is_dictionary(array.type):
         return pa.DictionaryArray.from_arrays(drop_nulls(array.indices), array.dictionary)
-    # Three times as fast as Arrow's own, which looks for nulls among what it keeps.
+    # Three times as fast as Arrow's `drop_null`, which looks for nulls among the elements that it keeps.
     mask = pa.Array.from_buffers(pa.bool_(), len(array), [None, array.buffers()[0]], offset=array.offset)
     return _without_validity(array).filter(mask)
 
@@ -51,7 +51,7 @@ def _without_validity(array: pa.Array) -> pa.Array:
 def list_bounds(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Return where each list starts in `array.values`, and how long it is, both int32 [rows].
 
-    A null list has length 0, whatever lies under it.
+    A null list has length 0, whatever its offsets are.
     """
     offsets = numpy_view(array.offsets)
     lengths = np.diff(offsets)
@@ -59,9 +59,9 @@ def list_bounds(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def elements(values: pa.Array, starts: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    """Return values[starts[i] : starts[i] + lengths[i]] of every i, in ascending order, end to end and `plain`.
+    """Return values[starts[i] : starts[i] + lengths[i]] for every i, in ascending order, end to end and `plain`.
 
-    A view where they lie so already, else one copy.
+    The result is a view if they already lie end to end, else one copy.
     """
     if not len(starts):
         return plain(values.slice(0, 0))
@@ -79,10 +79,10 @@ def elements(values: pa.Array, starts: np.ndarray, lengths: np.ndarray) -> pa.Ar
 
 
 def cast(array: pa.Array, dtype: pa.DataType, safe: bool = True) -> pa.Array:
-    """Return an array in another type as Arrow casts it, but decimals as the floats that are nearest to them.
+    """Cast an array like Arrow does, except that decimals become the nearest floats.
 
     Raises:
-        pa.ArrowException: values that the type has not, where the cast is to be `safe`.
+        pa.ArrowException: the type cannot hold a value, and the cast must be `safe`.
     """
     if pa.types.is_list(array.type) and pa.types.is_list(dtype):
         values, bounds = cast(array.values, dtype.value_type, safe), array.buffers()[:2]
@@ -93,10 +93,10 @@ def cast(array: pa.Array, dtype: pa.DataType, safe: bool = True) -> pa.Array:
 
 
 def to_numbers(array: pa.Array) -> np.ndarray:
-    """Return a `decoded` array of numbers, [len(array)], as a view where NumPy has such; anything may lie under a null.
+    """Return a `decoded` array of numbers, [len(array)], a view if NumPy has the type; values of nulls are undefined.
 
-    Decimals become float64, and are off by 1 in the last place at most where they have more than 18 digits. Points and
-    lengths of time become seconds in float64: of a date or timestamp since 1970 in UTC, of a time since midnight.
+    Decimals become float64; those of more than 18 digits may be off by 1 in the last place. Points and lengths of time
+    become seconds in float64: a date or timestamp since 1970 in UTC, a time since midnight.
     """
     dtype = array.type
     if pa.types.is_decimal(dtype):
@@ -106,13 +106,13 @@ def to_numbers(array: pa.Array) -> np.ndarray:
         if pa.types.is_date(dtype):
             return raw * 86400.0 if dtype.bit_width == 32 else raw / 1000.0
         return raw / float(10**9 // NANOSECONDS[dtype.unit])
-    if pa.types.is_boolean(dtype):  # which are bits
+    if pa.types.is_boolean(dtype):  # stored as bits, so that NumPy has no view
         return _without_validity(array).to_numpy(zero_copy_only=False)
     return numpy_view(array)
 
 
 def _decimals(array: pa.Array) -> np.ndarray:
-    # Arrow's own cast makes 0.09999999999999999 of 0.1, on the wrong side of a boundary; a division rounds once.
+    # Arrow's own cast turns 0.1 into 0.09999999999999999, on the wrong side of a boundary; a division rounds once.
     if array.type.bit_width < 128:
         array = array.cast(pa.decimal128(array.type.precision, array.type.scale))
     array, dtype = _without_validity(array), array.type
@@ -122,7 +122,7 @@ def _decimals(array: pa.Array) -> np.ndarray:
     words = np.frombuffer(array.buffers()[1], np.int64, len(array) * size, array.offset * size * 8).reshape(-1, size)
     low = words[:, 0]
     numbers = low / 10.0**dtype.scale
-    large = (words[:, 1:] != (low >> 63)[:, None]).any(axis=1)  # the words above are more than the sign of the lowest
+    large = (words[:, 1:] != (low >> 63)[:, None]).any(axis=1)  # higher words hold more than the sign of the lowest
     if large.any():
         numbers[large] = array.cast(pa.float64()).to_numpy()[large]
     return numbers

@@ -16,10 +16,10 @@ from recsys.runtime.files import replace_file
 
 
 class Sampled(NamedTuple):
-    """Rows of a batch, from `start` on, that are items drawn as negatives: of weight 0, with an item's features alone.
+    """Where a batch has items drawn as negatives: rows `start` … have weight 0 and only the features of an item.
 
     Attributes:
-        first: number of the first one, which counts on from the global batch and the items drawn by lower ranks.
+        first: number of the first of these rows, counting on from the global batch and items drawn by lower ranks.
     """
 
     start: int
@@ -31,22 +31,22 @@ class Batch(Pipelineable):
     """One rank's rows of a step. Rows of weight 0 fill up the last batch of an epoch; their lists are empty.
 
     Attributes:
-        ids: table rows of the id features, jagged, keys in config order; values int32 where that holds all rows, else
-            int64 (half the bytes to page-lock, copy and exchange), lengths int32, and weights float32 if any feature is
-            weighted.
-        floats: [rows, columns of float features] float32; a vector has `dim` columns, and they come last.
+        ids: table rows of the id features, jagged, keys in config order; values int32 if that holds all table rows
+            (half the bytes to page-lock, copy and exchange), else int64; lengths int32; weights float32 if any feature
+            is weighted.
+        floats: [rows, columns of float features] float32; a vector has `dim` columns, and vectors come last.
         labels: [rows, labels] float32; in data.train with a teacher, its score for each label follows.
         weights: [rows] float32.
         known_labels: [rows, labels] float32, 1 where a label is known and 0 where it was null; None: all are known.
-        lists: retrieval's `targets` and `seen` as positions in the item corpus (-1: not in it), or None.
-        num_rows: rows of the data in this batch, without fill and bad rows.
+        lists: for retrieval, `targets` and `seen` as positions in the item corpus (-1: not in it), or None.
+        num_rows: rows of the data in this batch, without filler rows and bad rows.
         num_bad_rows: rows that could not be read; their weight is 0.
         micro_batches: bounds of the rows that the dense part computes together, from 0 to the number of rows.
         position: where training stands once this batch is trained (host only).
-        fence: of the host memory that the tensors lie in.
+        fence: guards the host memory that the tensors lie in against reuse.
         id_bounds: by feature, the bounds of `micro_batches` among its ids; empty if there is only one micro-batch.
         first_row: place of the first row in the global batch.
-        sampled: the rows behind those of the data, for a model with sampled negatives.
+        sampled: for a model with sampled negatives, the rows after those of the data.
         content: bytes of the block that the tensors lie in, if that is host memory.
     """
 
@@ -88,7 +88,7 @@ class Batch(Pipelineable):
         return replace(self, content=None, **{name: _moved(part, content, copy) for name, part in tensors.items()})
 
     def dense_rows(self, start: int, stop: int) -> "Batch":
-        """Return the batch with floats, labels and weights of rows `start` … `stop` - 1 only; `ids` stay whole."""
+        """Return the batch with floats, labels and weights of rows `start` … `stop` - 1 only, but with all its ids."""
         if (start, stop) == (0, len(self.weights)):
             return self
         floats, labels, weights = (t[start:stop] for t in (self.floats, self.labels, self.weights))
@@ -96,13 +96,13 @@ class Batch(Pipelineable):
         return replace(self, floats=floats, labels=labels, weights=weights, known_labels=known)
 
     def save(self, path: Path) -> None:
-        """Write the tensors to a file that `torch.load` reads, for inspection; its folder is made."""
+        """Write the tensors, for inspection, to a file that `torch.load` reads; create its folder if it is missing."""
         path.parent.mkdir(exist_ok=True)
         jagged = {}
         for name, tensor in self.ids.to(torch.device("cpu")).to_dict().items():
             jagged[name] = {"values": tensor.values(), "lengths": tensor.lengths(), "weights": tensor.weights_or_none()}
         dense = {name: value.cpu() for name, value in self._tensors().items() if isinstance(value, torch.Tensor)}
-        content = io.BytesIO()  # since errors of torch.save on files say nothing
+        content = io.BytesIO()  # because errors of torch.save on files do not say what is wrong
         torch.save({"ids": jagged, **dense}, content)
         replace_file(path, content.getvalue())
 
@@ -118,16 +118,16 @@ class Batch(Pipelineable):
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The most rows, and the most ids in their lists, of a micro-batch of the dense part; None: any number."""
+    """How many rows, and ids in their lists, a micro-batch of the dense part may have; None: any number."""
 
     max_rows: int | None = None
     max_ids: int | None = None
 
     def bounds(self, lengths: np.ndarray) -> tuple[int, ...]:
-        """Return the bounds of micro-batches in order, as few as can be; a row with more ids is one of its own.
+        """Return the bounds of as few micro-batches as possible, in order; a row with too many ids is one by itself.
 
         Args:
-            lengths: ids of each feature and row, [features, rows].
+            lengths: how many ids each feature and row has, [features, rows].
         """
         num_rows = lengths.shape[1]
         if self.max_ids is None:
@@ -143,7 +143,7 @@ class MicroBatches:
 
 
 def _moved(value: Any, content: torch.Tensor, copy: torch.Tensor) -> Any:
-    """Return a tensor or KeyedJaggedTensor of a block as a view of a copy of the block."""
+    """Return the same tensor or KeyedJaggedTensor, which is a view of a block, as a view of a copy of the block."""
     if isinstance(value, KeyedJaggedTensor):
         values, lengths, weights = value.values(), value.lengths(), value.weights_or_none()
         return KeyedJaggedTensor(

@@ -1,4 +1,4 @@
-"""Messages between two processes of one machine, whose arrays lie in memory that both map."""
+"""Messages between two processes of one machine; arrays in them lie in memory that both processes map."""
 
 import errno
 import mmap
@@ -19,7 +19,7 @@ LOST = EOFError, BrokenPipeError, ConnectionResetError  # raised when the other 
 
 
 class Parcel(NamedTuple):
-    """A message: the pickle of a value, and the bounds of its arrays in a block, if it has any."""
+    """A message: the pickle of a value, and the bounds of its arrays in a block, if there are any."""
 
     content: bytes
     bounds: list[tuple[int, int]]
@@ -27,7 +27,7 @@ class Parcel(NamedTuple):
 
 
 def pack(value: Any, pool: BlockPool) -> Parcel:
-    """Return a value as a parcel, with copies of its arrays in a block of a shared pool."""
+    """Return a value as a parcel; its arrays are copied into a block of a shared pool."""
     buffers: list[pickle.PickleBuffer] = []
     content = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     arrays = [np.asarray(buffer.raw()) for buffer in buffers]
@@ -62,7 +62,7 @@ class Channel:
             socket.send_fds(self._socket, [b"f"], [file])
 
     def receive(self) -> Any:
-        """Return the next value; EOFError: the other side has ended."""
+        """Return the next value. Raises EOFError if the other side has ended."""
         number, content, bounds, has_file, inodes, released = self._connection.recv()
         for released_number in released:
             self._sent.pop(released_number, None)
@@ -74,7 +74,7 @@ class Channel:
         byte, files, *_ = socket.recv_fds(self._socket, 1, 1)
         if not files:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) if byte else EOFError
-        # All arrays are views of this one, which is new each time.
+        # All arrays of the message are views of this one, which is made for each message.
         memory = np.frombuffer(self._map(files[0]), np.uint8)
         weakref.finalize(memory, self._released.append, number).atexit = False
         return pickle.loads(content, buffers=[memory[start:stop] for start, stop in bounds])
@@ -94,7 +94,7 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close files and unmap memory; to be called when no thread uses the channel any more."""
+        """Close files and unmap memory; call it when no thread uses the channel any more."""
         self._connection.close()
         self._socket.close()
         self._sent.clear()

@@ -1,4 +1,4 @@
-"""Checks of columns: types must agree over all datasets, some columns need a value, and some look like mistakes."""
+"""Checks of columns: types must agree in all datasets, some columns must not be empty, some look like mistakes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +18,8 @@ from recsys.data.wanted import column_of, role_features
 from recsys.errors import UserError
 from recsys.ids import is_text
 
-# Of 40,000 clicks, two epochs of a DLRM gave AUC .712, with noise beside the ids whose standard deviation was 1; .677
-# where that was 100, and .573 where it was 1,000. Of data/sample it gave .650 with the logarithm of the price, and .604
+# On 40,000 clicks, two epochs of a DLRM gave AUC .712 with an additional float of noise whose standard deviation was 1,
+# .677 if it was 100, and .573 if it was 1,000. On data/sample it gave .650 with the logarithm of the price, and .604
 # with the price itself, around 30.
 _LARGE = 20.0
 _FEW_ROWS = 100
@@ -33,7 +33,7 @@ def check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
 
     Raises:
         UserError: a table, or a column of a cross, has integers in one place and texts in another, which hash to
-            different rows; or a feature has one id a row in some data and lists in others.
+            different rows; or a feature has one id per row in some data and lists in others.
     """
     for table, features in features_by_table(config).items():
         dtypes: dict[str, pa.DataType] = {}
@@ -53,14 +53,14 @@ def _types(column: str, schemas: dict[str, pa.Schema]) -> dict[str, pa.DataType]
 
 
 def _places(column: str, types: dict[str, pa.DataType]) -> dict[str, pa.DataType]:
-    """Return the types of ids by where they are, for messages; of a list or dictionary that of its values."""
+    """Return the types of ids by where they are, for messages; for a list or dictionary that of its values."""
     return {f"'{column}' of {key}": getattr(dtype, "value_type", dtype) for key, dtype in types.items()}
 
 
 def _check_dtypes(asks: str, dtypes: dict[str, pa.DataType]) -> None:
-    """Refuse ids that are numbers in some places and texts in others; `asks` is the config key that they are of.
+    """Refuse ids that are numbers in some places and texts in others; `asks` is the config key that they belong to.
 
-    Structs, maps and lists of lists are no ids: what reads their column refuses them, and says what to name instead.
+    Structs, maps and lists of lists are skipped: reading the column refuses them, and says what to name instead.
     """
     single = {
         place: dtype for place, dtype in dtypes.items() if not (pa.types.is_null(dtype) or pa.types.is_nested(dtype))
@@ -77,7 +77,7 @@ def _check_dtypes(asks: str, dtypes: dict[str, pa.DataType]) -> None:
 
 
 def has_text_ids(config: Config, table: str, schema: pa.Schema) -> bool | None:
-    """Return whether the ids of a table are texts in data; None: no column of the schema has any."""
+    """Return whether the ids of a table are texts in data with this schema; None if it has no column of such ids."""
     for name in features_by_table(config)[table]:
         column = column_of(config, name)
         if column in schema.names:
@@ -89,9 +89,9 @@ def has_text_ids(config: Config, table: str, schema: pa.Schema) -> bool | None:
 
 
 def doubtful_lists(config: Config, train: pa.Schema) -> list[str]:
-    """Return sentences on lists of a retrieval model's users whose ids have rows in a table of the users' own.
+    """Return sentences on list features of users whose table also has single ids of users, for a retrieval model.
 
-    Such as friends may have; a list of items, whose numbers look alike, would learn the users' vectors.
+    Lists of friends may share it; a list of items, whose numbers look the same, would by mistake train users' vectors.
     """
     needs = config.model.needs()
     if needs.item_id is None:
@@ -109,7 +109,7 @@ def doubtful_lists(config: Config, train: pa.Schema) -> list[str]:
 
 
 def labels_as_features(config: Config, labels: Sequence[FloatColumn]) -> list[str]:
-    """Return sentences on features whose column is all that a label is made of: a model is given what it is to find."""
+    """Return sentences on features whose columns hold all that a label is made of, so that they give it away."""
     sentences = []
     for name, feature in config.features.items():
         columns = {*(feature.cross or [column_of(config, name)])}
@@ -123,10 +123,10 @@ def labels_as_features(config: Config, labels: Sequence[FloatColumn]) -> list[st
 
 
 def doubts(config: Config, datasets: Mapping[str, Dataset], spec: BatchSpec) -> list[str]:
-    """Return sentences on likely mistakes in the data of a run, and in what is read of data.train.
+    """Return sentences on likely mistakes in the data of a run, and in the choice of columns.
 
     Args:
-        datasets: by role, as `Inputs` has them. spec: of data.train.
+        datasets: by role, as in `Inputs`. spec: of data.train.
 
     Raises:
         BadDataError: the first rows of data.train cannot be read.
@@ -140,7 +140,7 @@ def doubts(config: Config, datasets: Mapping[str, Dataset], spec: BatchSpec) -> 
 def large_numbers(train: Dataset, spec: BatchSpec) -> list[str]:
     """Return sentences on floats and labels of data.train whose root mean square is above `_LARGE`.
 
-    It is measured on the first rows, after transforms. Raises as `read_head` and `convert_floats`.
+    It is measured on the first rows, after transforms. Errors are those of `read_head` and `convert_floats`.
     """
     sentences, head = [], read_head(train, 1000)
     for column in (*spec.floats, *spec.labels):
@@ -180,7 +180,7 @@ def _check_lists(config: Config, feature: str, column: str, dtypes: dict[str, pa
 
 
 def check_weights(dataset: Dataset, weight: FloatColumn) -> None:
-    """Refuse a column of weights that is 0 in every row. Raises UserError, or as `SegmentReader.read`."""
+    """Refuse a column of weights that is 0 in every row. Raises UserError, or an error of `SegmentReader.read`."""
     lenient, column = replace(weight, fill=0.0, finite=False), weight.column or ""
     chunks = (chunk for table in SegmentReader(dataset, [column]).tables() for chunk in table.column(column).chunks)
     if not any((convert_floats(chunk, lenient) > 0).any() for chunk in chunks):
@@ -190,7 +190,7 @@ def check_weights(dataset: Dataset, weight: FloatColumn) -> None:
 
 
 def check_known(dataset: Dataset, label: FloatColumn) -> None:
-    """Refuse a label that may be unknown and is so in every row. Raises UserError, or as `SegmentReader.read`."""
+    """Refuse a label that is unknown in every row. Raises UserError, or an error of `SegmentReader.read`."""
     if not label.may_be_unknown:
         return
     if not any(values.null_count < len(values) for values in _label_columns(dataset, label)):
@@ -201,7 +201,7 @@ def check_known(dataset: Dataset, label: FloatColumn) -> None:
 
 
 def copied_files(train: Dataset) -> list[str]:
-    """Return a sentence on files of data.train that are copies of others, as their sizes and footers tell."""
+    """Return a sentence on files of data.train that are copies of others, judged by their sizes and footers."""
     first, copies = dict[tuple[int, int], str](), []
     for path, key in _contents(train):
         if key is not None and (other := first.setdefault(key, path)) != path:
@@ -217,10 +217,10 @@ def copied_files(train: Dataset) -> list[str]:
 
 
 def absent_columns(train: Dataset) -> list[str]:
-    """Return sentences on columns that may be missing in some files of data.train, and are so in all."""
+    """Return sentences on columns that may be missing in some files of data.train, but are missing in all."""
     there = {name for number in np.unique(train.file_layouts).tolist() for name in train.layouts[number].names}
     absent = [name for name in train.options.optional_columns if name in train.columns and name not in there]
-    if absent:  # paths are many
+    if absent:  # only then, because there may be many paths
         there = {key for path in train.row_groups.paths for key in partition_keys(path)}
     return [
         f"config key 'data.optional_columns': no file of {train.key} has column '{column}', so that it is null in "
@@ -231,16 +231,16 @@ def absent_columns(train: Dataset) -> list[str]:
 
 
 def trained_files(datasets: Mapping[str, Dataset]) -> list[str]:
-    """Return sentences on files of data.valid and data.test, or copies of them, whose rows data.train has as well.
+    """Return sentences on files of data.valid and data.test which, as such or as copies, are in data.train too.
 
     Args:
-        datasets: by role, as `Inputs` has them.
+        datasets: by role, as in `Inputs`.
     """
     train, sentences = datasets["train"], []
     paths, keys = map(set, zip(*_contents(train), strict=True))
     for dataset in (datasets[role] for role in ("valid", "test") if role in datasets):
         shared = [path for path, key in _contents(dataset) if path in paths or (key is not None and key in keys)]
-        # A filter of its own may take the rows that the one of data.train leaves out.
+        # A different filter may select the rows that the filter of data.train leaves out.
         if shared and dataset.filter in (None, train.filter):
             sentences.append(
                 f"config key '{dataset.key}': {len(shared):,} of its {dataset.num_files:,} files are trained on too, "
@@ -251,7 +251,7 @@ def trained_files(datasets: Mapping[str, Dataset]) -> list[str]:
 
 
 def _contents(dataset: Dataset) -> Iterator[tuple[str, tuple[int, int] | None]]:
-    """Yield each file with what tells its contents; None of few rows, which may be alike by chance."""
+    """Yield each file with a key of its contents; None for files of few rows, which may be equal by chance."""
     groups = dataset.row_groups
     num_rows = np.bincount(groups.file, groups.num_rows, dataset.num_files)
     keys = zip(dataset.file_digests.tolist(), dataset.file_sizes.tolist(), strict=True)
@@ -265,7 +265,7 @@ def constant_labels(train: Dataset, spec: BatchSpec) -> list[str]:
     for label in spec.labels:
         try:
             values = _values(train, label) if label.binary else set()
-        except BadDataError:  # training reports it, or leaves it out
+        except BadDataError:  # which training reports, or whose rows it leaves out
             continue
         if len(values) == 1:
             sentences.append(
@@ -276,7 +276,7 @@ def constant_labels(train: Dataset, spec: BatchSpec) -> list[str]:
 
 
 def _values(dataset: Dataset, label: FloatColumn) -> set[object]:
-    """Return the distinct values of a label or its condition; if there are several, maybe not all of them."""
+    """Return distinct values of a label or its condition: all if there is only one, else at least two."""
     values: set[object] = set()
     for column in _label_columns(dataset, label):
         values.update(column.drop_null().unique().to_pylist())
@@ -286,6 +286,6 @@ def _values(dataset: Dataset, label: FloatColumn) -> set[object]:
 
 
 def _label_columns(dataset: Dataset, label: FloatColumn) -> Iterator[pa.ChunkedArray]:
-    """Yield a label's column, or its condition, of one row group after the other."""
+    """Yield a label's column, or the values of its condition, one row group after the other."""
     for table in SegmentReader(dataset, sorted(label.columns())).tables():
         yield table.column(label.column or "") if label.condition is None else label.condition.mask(table)

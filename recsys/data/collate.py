@@ -1,4 +1,4 @@
-"""Rows of windows, copied into one block of memory as the batch that travels from the loader to the model."""
+"""Collation: rows of windows are copied into one block of memory, the batch that travels from loader to model."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,7 +18,7 @@ _LARGE_BYTES = 1 << 17  # NumPy joins smaller arrays in half the time
 
 
 class Chunk(NamedTuple):
-    """Rows `start` … `stop` - 1 of some columns, which go to rows `at` … of a batch."""
+    """Rows `start` … `stop` - 1 of `columns`, which become rows `at` … of a batch."""
 
     columns: Columns
     start: int
@@ -38,9 +38,9 @@ def collate(
     """Join chunks into a batch of `num_rows` rows; rows that no chunk fills have weight 0 and empty lists.
 
     Args:
-        chunks: in ascending order of `at`. spec: the one that their columns were converted with.
-        position: where training stands after this batch. pool: where the memory of the batch is taken from.
-        first_row: the place of the first row in the global batch.
+        chunks: in ascending order of `at`. spec: the one with which their columns were converted.
+        position: where training stands after this batch. pool: gives the memory of the batch.
+        first_row: place of the first row in the global batch.
     """
     rows = _Rows(chunks, num_rows)
     ids = _Jagged(spec.ids, "ids", rows, spec.dtype, spec.weighted)
@@ -73,9 +73,9 @@ def collate(
 
 
 def _copy_numbers(rows: "_Rows", widths: list[int], arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Fill arrays, [rows, width] each, from `Columns.floats` cut at these widths; rows of no chunk get 0.
+    """Fill arrays, [rows, width] each, from `Columns.floats` split by these widths; rows without a chunk get 0.
 
-    The first array has further columns for `Columns.vectors`.
+    The first array has more columns, for `Columns.vectors`.
     """
     if rows.num_filled < rows.num_rows:
         for array in arrays:
@@ -95,7 +95,7 @@ def _copy_numbers(rows: "_Rows", widths: list[int], arrays: list[np.ndarray]) ->
 
 
 def _join(parts: Sequence[np.ndarray], out: np.ndarray) -> None:
-    """Concatenate arrays into `out`. For large ones NumPy takes Python's lock after each, and torch only once."""
+    """Concatenate arrays into `out`; large ones by torch, since NumPy takes Python's lock again after each of them."""
     if out.nbytes < _LARGE_BYTES:
         np.concatenate(parts, out=out)
     else:
@@ -111,8 +111,8 @@ class _Rows:
     """The rows of a batch that its chunks fill.
 
     Attributes:
-        num_rows: of the batch; num_filled: of the chunks.
-        places: index of the chunks' rows in the batch, in order; meaningless without chunks.
+        num_rows: rows of the batch. num_filled: rows of the chunks.
+        places: index of the chunks' rows in the batch, in order; has no meaning without chunks.
     """
 
     def __init__(self, chunks: Sequence[Chunk], num_rows: int) -> None:
@@ -123,7 +123,7 @@ class _Rows:
             self.places = np.concatenate([np.arange(p.at, p.at + p.stop - p.start) for p in chunks])
 
     def fill(self, out: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        """Write an array of each chunk, end to end, to the filled rows of `out`."""
+        """Write the arrays, one for each chunk, end to end into the filled rows of `out`."""
         if self.num_filled == self.num_rows:
             _join(parts, out)
         else:
@@ -133,8 +133,8 @@ class _Rows:
 class _Jagged:
     """A KeyedJaggedTensor under construction.
 
-    It is feature-major: all rows of the first key, then of the second … Neighbouring features that have one id in
-    every row of the batch are copied as one.
+    It is feature-major: all rows of the first key, then all of the second … Neighbouring features that have one id in
+    every row of the batch are copied together.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class _Jagged:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that `build` takes of a block."""
+        """Bytes that `build` needs from a block."""
         weights = padded(4 * self._total) if self._weighted else 0
         return padded(self._dtype.itemsize * self._total) + padded(4 * len(self._keys) * self._rows.num_rows) + weights
 
@@ -180,7 +180,7 @@ class _Jagged:
             values=torch.from_numpy(values),
             lengths=torch.from_numpy(lengths).view(-1),
             offsets=_numbered(self._total + 1) if has_one_each else None,
-            # Given here, since torchrec would sum lengths on the GPU and wait.
+            # Passed here, because torchrec would otherwise sum the lengths on the GPU and wait for it.
             length_per_key=[rows.num_rows] * len(self._keys) if has_one_each else lengths.sum(axis=1).tolist(),
             weights=None if weights is None else torch.from_numpy(weights),
         )
@@ -230,7 +230,7 @@ def _lists(lists: int | Ragged, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, n
 
 @lru_cache(maxsize=4)
 def _numbered(number: int) -> torch.Tensor:
-    """Return 0 … number - 1, int32: the offsets of lists of one id each. Shared, so read only."""
+    """Return 0 … number - 1, int32: the offsets of lists with one id each. It is shared, so it must not be changed."""
     return torch.arange(number, dtype=torch.int32)
 
 

@@ -1,7 +1,7 @@
-"""One decoded Arrow column to what a batch is made of: ids to table rows, numbers to float32.
+"""Conversion of one decoded Arrow column to the contents of a batch: ids to table rows, numbers to float32.
 
-A number is an integer of any width, a boolean, a float, a decimal, or a point or length of time, which counts in
-seconds (of a date or timestamp: since 1970, UTC).
+A number is an integer of any width, a boolean, a float, a decimal, or a point or length of time, which becomes seconds
+(for a date or timestamp, since 1970 in UTC).
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from recsys.errors import UserError
 from recsys.ids import NULL_ROW, is_number
 from recsys.runtime.loops import write_floats
 
-# Up to so many boundaries, comparing with each is faster than a binary search, which mispredicts its branches.
+# Up to this many boundaries, comparing with each is faster than a binary search, which mispredicts its branches.
 _FEW_BOUNDARIES = 64
-NUMBERS_AT_ONCE = 1 << 17  # of vectors: what is made of them on the way is small, and stays in a core's cache
+NUMBERS_AT_ONCE = 1 << 17  # of vectors converted together: temporary arrays stay small, and in the cache of a core
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Ids:
-    """Table rows of one column: `values` int32 or int64 [total], those of a row of data next to each other; how many
-    each row of data has, `lengths` int32 [rows], or one each; their `weights` float32 [total], or none."""
+    """Table rows of one column: `values` int32 or int64 [total], in the order of the rows of data; `lengths` int32
+    [rows], how many each row of data has, or None if it is one each; `weights` float32 [total], or None."""
 
     values: np.ndarray
     lengths: np.ndarray | None
@@ -46,12 +46,12 @@ def convert_ids(
     """Map a column of ids, or of lists of ids, to table rows.
 
     Args:
-        array: any type that the mapping takes, a dictionary of it, or a list of either. part: how to convert it.
-        dtype: of the rows, int32 or int64.
-        out: C-contiguous, of this dtype, shape [len(array)]. It becomes `values` where `lengths` is None, and is not
-            written to otherwise.
-        allocate: makes an array of a shape and dtype for `values` where `out` does not become it.
-        weights: the column `part.weights`: a number a row where there is an id a row, else lists as long as the ids'.
+        array: any type that the mapping accepts, a dictionary of it, or a list of either. part: how to convert it.
+        dtype: of the table rows, int32 or int64.
+        out: C-contiguous, of this dtype, shape [len(array)]. It becomes `values` if `lengths` is None; otherwise it is
+            not written to.
+        allocate: makes an array of a shape and dtype for `values` when `out` cannot be that.
+        weights: the column `part.weights`: one number per row if there is one id per row, else lists of equal lengths.
 
     Raises:
         UserError: names the column whose type or values do not fit.
@@ -85,9 +85,9 @@ def convert_ids(
 def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = None) -> np.ndarray:
     """Convert a column of numbers to float32, shape [len(array)], or of vectors, shape [len(array), part.dim].
 
-    It is in `out` where that is given. The transform works on float64, and its result is rounded. Without one, a
-    timestamp of today keeps 24 bits of its seconds, which is about 2 minutes: standardise it, or take it as ids through
-    boundaries.
+    The result is written to `out` if given. The transform works on float64, and its result is rounded. Without a
+    transform, a timestamp of today keeps 24 bits of its seconds, which is a precision of about 2 minutes: standardise
+    it, or make ids of it by boundaries.
 
     Raises:
         UserError: names the column whose type or values do not fit.
@@ -130,12 +130,12 @@ def _write_numbers(array: pa.Array, part: FloatColumn, given: np.ndarray) -> Non
 
 
 def raw_numbers(array: pa.Array, part: FloatColumn) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return a column's numbers as they are, [len(array)], or its vectors, [len(array), part.dim], C-contiguous.
+    """Return a column's raw numbers, [len(array)], or its vectors, [len(array), part.dim], and the places of nulls.
 
-    Beside them are the places of nulls among all numbers, or None where there are none; anything may lie there.
+    The numbers are C-contiguous. The places count through all numbers (None: no nulls); the value at one is undefined.
 
     Raises:
-        UserError: it holds something else.
+        UserError: the column does not hold numbers, or vectors of this length.
     """
     if part.dim is not None:
         return _raw_vectors(array, part, part.dim)
@@ -152,7 +152,7 @@ def _raw_vectors(array: pa.Array, part: FloatColumn, dim: int) -> tuple[np.ndarr
     if not pa.types.is_list(dtype):
         raise UserError(f"{part.title} must hold lists of {dim} numbers, found {dtype}; for a number drop its dim")
     starts, lengths = list_bounds(array)
-    is_there = lengths > 0  # as of a null, or of what CSV has for none
+    is_there = lengths > 0  # null lists are empty, and so is what CSV files have for none
     if len(rows := np.flatnonzero(is_there & (lengths != dim))):
         raise UserError(
             f"{part.title} holds a list of {lengths[rows[0]]} numbers, where features.{part.name}.dim={dim} needs "
@@ -171,7 +171,7 @@ def _raw_vectors(array: pa.Array, part: FloatColumn, dim: int) -> tuple[np.ndarr
 
 
 def _fill(numbers: np.ndarray, nulls: np.ndarray, part: FloatColumn) -> None:
-    """Write what nulls become over them, by their places among all numbers."""
+    """Write the fill value over nulls, given by their places among all numbers."""
     fill = part.fill
     numbers.reshape(-1)[nulls] = np.array(fill)[nulls % len(fill)] if isinstance(fill, tuple) else fill
 
@@ -179,7 +179,7 @@ def _fill(numbers: np.ndarray, nulls: np.ndarray, part: FloatColumn) -> None:
 def _map(
     ids: pa.Array, part: IdColumn, dtype: np.dtype, out: np.ndarray | None, allocate: Allocate
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the rows of ids, and a mask [len(ids)] of the ids that have any, or None when all have."""
+    """Return the table rows of ids, and a mask [len(ids)] of the ids that have any, or None if all have."""
     if part.boundaries is not None:
         ids = _bucketise(ids, part.boundaries)
     if pa.types.is_nested(ids.type):
@@ -208,7 +208,7 @@ def _map(
     has_row = present | is_null
     rows = allocate((int(has_row.sum()) * k,), dtype) if out is None else out
     rows.fill(NULL_ROW)
-    # By numbers: four times as fast as by a mask where nulls are many.
+    # Indexing by numbers is four times as fast as by a mask if nulls are many.
     rows.reshape(-1, k)[np.flatnonzero(present[has_row])] = mapped.reshape(-1, k)
     return rows, None if has_row.all() else has_row
 
@@ -241,10 +241,10 @@ def _count(present: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
 
 
 def flatten(array: pa.Array, weights: pa.Array | None, part: IdColumn) -> tuple[pa.Array, pa.Array | None, np.ndarray]:
-    """Return the elements of lists cut to `max_length`, the weights of the same elements, and lengths, int32 [rows].
+    """Cut lists to `max_length`; return their elements, the weights of these, and the lengths, int32 [rows].
 
     Raises:
-        UserError: there are not as many weights as ids.
+        UserError: a list has not as many weights as ids.
     """
     starts, lengths = list_bounds(array)
     weight_starts = starts
@@ -268,7 +268,7 @@ def flatten(array: pa.Array, weights: pa.Array | None, part: IdColumn) -> tuple[
 
 
 def transform_numbers(x: np.ndarray, transform: Transform, part: FloatColumn) -> None:
-    """Transform float64 numbers in place, and refuse those that have no logarithm where `part` takes finite ones."""
+    """Transform float64 numbers in place; if `part` must be finite, refuse those that have no logarithm."""
     if transform.clip is not None:
         np.clip(x, *transform.clip, out=x)
     if transform.log1p:
@@ -276,9 +276,9 @@ def transform_numbers(x: np.ndarray, transform: Transform, part: FloatColumn) ->
             raise UserError(f"{part.title} holds {x.min():.10g}, but log1p needs numbers above -1; set a clip")
         with np.errstate(divide="ignore", invalid="ignore"):  # what has no logarithm becomes NaN or -inf
             if transform.std is None:
-                # NumPy's log1p takes twice as long. What it saves is the rounding of 1 + x, 1.1e-16 where x is small.
+                # NumPy's log1p takes twice as long, and only avoids rounding 1 + x, an error of 1.1e-16 for small x.
                 np.log(np.add(x, 1, out=x), out=x)
-            else:  # which may be as small as x
+            else:  # the deviation may be as small as x, so that this error would count
                 np.log1p(x, out=x)
     if transform.mean is not None:
         x -= transform.mean
@@ -290,7 +290,7 @@ def _refuse_other_than_0_and_1(numbers: np.ndarray, part: FloatColumn) -> None:
     other = (numbers != 0) & (numbers != 1) & ~(np.isnan(numbers) & (not part.finite))
     if other.any():
         least = numbers[np.isfinite(numbers)].min(initial=np.inf)
-        condition = f"{written(part.column or part.name)} > {least:.6g}"  # which is true of some rows and not of others
+        condition = f"{written(part.column or part.name)} > {least:.6g}"  # true for some rows and false for others
         raise UserError(
             f"{part.title} holds {numbers[other][0]:.10g}, but binary cross-entropy needs 0 or 1; "
             f"{part.advised(condition)}, or learn the number itself by loss: squared"

@@ -11,10 +11,10 @@ from recsys.ids import hash_column, hash_integers
 
 
 def with_crosses(table: pa.Table, crosses: Mapping[str, Sequence[str]]) -> pa.Table:
-    """Return a table with a column more for each cross, by its name, of the columns that it names.
+    """Return the table with one more column for each cross; `crosses` is its name → the columns it is made of.
 
-    The id of a combination is a 64-bit hash of the ids in it, so that it is the same on every machine and split of the
-    data, and no vocabulary of combinations is needed. It is null where an id is null.
+    The id of a combination is a 64-bit hash of its ids, so that it is the same on every machine and split of the
+    data, and no vocabulary of combinations is needed. It is null if one of its ids is null.
 
     Raises:
         UserError: names a column that holds no ids.

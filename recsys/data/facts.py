@@ -1,6 +1,7 @@
-"""Vocabularies, means and counts of table rows of the training data, measured in one pass before a model is built.
+"""Vocabularies, means and counts of table rows, measured on the training data before a model is built.
 
-One pass over the columns concerned, each rank over its share of the row groups; kept with the run.
+This takes one pass over the columns concerned, in which each rank reads its share of the row groups. The results are
+kept with the run.
 """
 
 import json
@@ -44,16 +45,17 @@ _ROW = np.dtype(np.int64)
 
 @dataclass(frozen=True)
 class Facts:
-    """Vocabularies by table, each a list of distinct ids, the most frequent first; figures of float features.
+    """What was measured on the training data.
 
     Attributes:
+        vocabularies: by table, its distinct ids, the most frequent first. floats: by float feature, its figures.
         row_counts: by id feature, how often the data hold each row of its table, int64 [num_embeddings].
-        num_counted: by table, the distinct ids that a vocabulary was chosen from, where this start of the run chose it;
-            by `counts_of` a feature, those that this rank has counted.
-        unseen_runs: by table, of the first ids of its vocabulary, in how many runs in a row data.train has not shown
-            them, int32; 0 of the others.
-        kept: by table, the ids of its vocabulary that are those of the run whose weights it takes.
-        kept_rows: by table of which rows were pruned.
+        num_counted: by table, how many distinct ids its vocabulary was chosen from, if this start of the run chose it;
+            by `counts_of` a feature, how many this rank has counted.
+        unseen_runs: by table, for the first ids of its vocabulary, how many runs in a row have not seen them in
+            data.train, int32; the others have 0.
+        kept: by table, the ids of its vocabulary that the run whose weights are used had too.
+        kept_rows: by pruned table, the rows that were kept.
     """
 
     vocabularies: dict[str, pa.Array] = field(default_factory=dict)
@@ -65,11 +67,11 @@ class Facts:
     kept_rows: dict[str, KeptRows] = field(default_factory=dict)
 
     def of_table(self, table: str) -> tuple[pa.Array | None, KeptRows | None]:
-        """Return what a table's mapping is built with: its vocabulary, and the rows that were not pruned."""
+        """Return what a table's mapping is built from: its vocabulary, and the rows that were kept by pruning."""
         return self.vocabularies.get(table), self.kept_rows.get(table)
 
     def save(self, folder: Path) -> None:
-        """Write RUN/vocabulary: a Parquet file for what each field says of a table or a feature, and floats.json."""
+        """Write RUN/vocabulary: Parquet files, one per table or feature and field, and floats.json."""
         if self.files():
             folder.mkdir(exist_ok=True)
         for table, ids in self.vocabularies.items():
@@ -93,11 +95,11 @@ class Facts:
     def load(
         folder: Path, tables: Sequence[str], floats: Sequence[str], counted: Sequence[str], pruned: Sequence[str]
     ) -> "Facts":
-        """Read what an earlier run has saved: vocabularies of tables, figures of float features, counts of the rows of
-        id features, and the rows kept of tables.
+        """Read what an earlier run has saved: vocabularies of `tables`, figures of `floats`, row counts of the features
+        `counted`, and the kept rows of the tables `pruned`.
 
         Raises:
-            UserError: it is not there, or cannot be read.
+            UserError: a file is missing, or cannot be read.
         """
         vocabularies = {table: read_vocabulary(folder / vocabulary_file(table)) for table in tables}
         try:
@@ -116,12 +118,12 @@ class Facts:
 
 
 def unseen_runs_of(folder: Path, tables: Iterable[str]) -> dict[str, np.ndarray]:
-    """Return by table what an earlier run has saved of how long its ids have not been seen, as `Facts.unseen_runs`."""
+    """Return by table the `Facts.unseen_runs` that an earlier run has saved."""
     return {table: read_unseen_runs(folder / vocabulary_file(table)) for table in tables}
 
 
 def counts_of(feature: str) -> str:
-    """Return what the counts of a feature's rows are called beside the vocabularies of tables."""
+    """Return the name of a feature's row counts among the names of tables, which vocabularies have."""
     return f"{feature}.counts"
 
 
@@ -137,13 +139,13 @@ def vocabulary_file(table: str) -> str:
 
 @dataclass(frozen=True)
 class VocabularyRequest:
-    """A vocabulary to be made of the ids in some columns: those that occur `min_count` times, `max_size` at most.
+    """A request for a vocabulary of the ids in some columns that occur `min_count` times, `max_size` at most.
 
     Attributes:
-        known: a vocabulary that it begins with, however often its ids occur; they count for `max_size`.
-        unseen_runs, evict_after: of that, as `recsys.ids.grow` takes them.
-        after: tables with requests of the same columns whose vocabularies are chosen first, and have no id of this one.
-        taken: vocabularies that have none of its new ids either.
+        known: the vocabulary that it begins with, however often its ids occur; they count towards `max_size`.
+        unseen_runs, evict_after: for `known`, as in `recsys.ids.grow`.
+        after: tables whose requests for the same columns are chosen first; ids in their vocabularies are left out here.
+        taken: vocabularies whose ids are left out too.
     """
 
     columns: tuple[str, ...]
@@ -157,11 +159,11 @@ class VocabularyRequest:
 
 
 class RowCounter:
-    """Counts how often a column holds each row of its table, in memory that grows with the distinct ones.
+    """Counts how often a column holds each row of its table, in memory that grows with the number of distinct ones.
 
     Args:
         part: the column.
-        is_mapped: its mapping is the one to be trained with. Else, before there is a vocabulary, raw ids are counted.
+        is_mapped: whether its mapping is final. Otherwise, while there is no vocabulary yet, raw ids are counted.
     """
 
     def __init__(self, part: IdColumn, is_mapped: bool) -> None:
@@ -176,12 +178,15 @@ class RowCounter:
             return
         ids = plain(chunk)
         if pa.types.is_list(ids.type):
-            ids = flatten(ids, None, self._part)[0]  # whose rest is not trained, either
+            ids = flatten(ids, None, self._part)[0]  # cut, since the rest of a list is not trained either
         self._num_nulls += ids.null_count
         self._ids.add(_present(ids))
 
     def counts(self, part: IdColumn, num_embeddings: int) -> tuple[np.ndarray, int]:
-        """Return the counts, int64 [num_embeddings], and of how many distinct ids; `part` has the final mapping."""
+        """Return the counts, int64 [num_embeddings], and how many distinct ids there were.
+
+        `part` has the final mapping.
+        """
         counted = self._ids.to_table()
         ids, counts = counted.column("id").combine_chunks(), counted.column("count").to_numpy()
         rows = ids.to_numpy() if self._is_mapped else convert_ids(ids, part, _ROW).values
@@ -198,12 +203,12 @@ def measure(
     world: World,
     rows: RowCounter | None = None,
 ) -> Facts:
-    """Pass over a dataset; the result is the same on every rank, and for every number of ranks.
+    """Measure facts in one pass over a dataset; the result is the same on every rank, and for every number of ranks.
 
     Args:
-        vocabularies: by table.
-        floats: features whose figures are asked for; of their transforms, clip and log1p are applied.
-        rows: is given this rank's share of its column.
+        vocabularies: requests by table.
+        floats: features whose figures are measured, after clip and log1p.
+        rows: counter that this rank's share of its column is added to.
 
     Raises:
         UserError: on every rank, if data cannot be read on any.
@@ -213,14 +218,14 @@ def measure(
     tables, summaries = world.agree(lambda: _pass(dataset, vocabularies, floats, world, rows))
     chosen, num_counted = dict[str, Grown](), dict[str, int]()
     for columns in list(tables):
-        # One table at a time, and each goes: they hold every id there is.
+        # One table at a time, dropped after use, because they hold every id that there is.
         with _naming(dataset, columns):
             counts = add_up(world.gather(tables.pop(columns)))
             requests = {table: request for table, request in vocabularies.items() if request.columns == columns}
             num_counted[next(iter(requests))] = counts.num_rows
             for table, request in sorted(requests.items(), key=lambda pair: len(pair[1].after)):
                 chosen[table] = _chosen(counts, request, [chosen[other].ids for other in request.after])
-    # Joined in the order of the row groups, so that rounding does not tell how many ranks there were.
+    # Joined in the order of the row groups, so that rounding does not depend on the number of ranks.
     by_group = dict(sorted(pair for part in world.gather(summaries) for pair in part.items()))
     figures = {part.name: joined([group[i] for group in by_group.values()], part) for i, part in enumerate(floats)}
     return Facts(
@@ -265,19 +270,19 @@ def _pass(
 
     with Task("counting ids", len(mine), "row groups", world.rank == 0) as task:
         for i in mine:
-            # No name for the rows here: it would keep them while those of the next row group are decoded.
+            # The rows get no name here, because a name would keep them while the next row group is decoded.
             summaries[i] = summaries_of(reader.read(dataset.row_groups.segment(i)))
             task.done += 1
     tables = {}
     for counted in list(counters):
-        with _naming(dataset, counted):  # here, where all ranks are told if the ids of one have no type in common
+        with _naming(dataset, counted):  # inside `agree`, so that all ranks get an error if types of ids do not fit
             tables[counted] = counters.pop(counted).to_table()
     return tables, summaries
 
 
 @contextmanager
 def _naming(dataset: Dataset, columns: Sequence[str]) -> Iterator[None]:
-    """Let what is wrong with the ids of a vocabulary be told with the columns that they are in."""
+    """Let errors about ids of a vocabulary name the columns that hold them."""
     try:
         yield
     except (UserError, TypeError) as error:

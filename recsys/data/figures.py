@@ -1,4 +1,4 @@
-"""Mean and deviation of float features, of each row group and of all, in one pass over the training data."""
+"""Mean and deviation of float features, for each row group and for all, in one pass over the training data."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
@@ -9,14 +9,14 @@ import pyarrow as pa
 from recsys.data.convert import NUMBERS_AT_ONCE, convert_floats, raw_numbers, transform_numbers
 from recsys.data.spec import FloatColumn, Transform
 
-# Numbers, [rows, numbers of a row], and which of them are not null, or None where all are there.
+# Numbers, [rows, numbers per row], and a mask of those that are not null, or None if there are no nulls.
 _Chunk = tuple[np.ndarray, np.ndarray | None]
 
 
 @dataclass(frozen=True)
 class FloatFacts:
-    """Of a float feature's values that are not null: `raw_mean` as they are in the file, `mean` and `std` (of the
-    population) once clipped and taken the logarithm of; of vectors one for each number."""
+    """Figures of a float feature's values that are not null: `raw_mean` of the values in the file; `mean` and `std` (of
+    the population) after clip and logarithm. For vectors, each is a tuple with one figure for each number."""
 
     raw_mean: float | tuple[float, ...] = 0.0
     mean: float | tuple[float, ...] = 0.0
@@ -24,9 +24,9 @@ class FloatFacts:
 
 
 def summarise(values: pa.ChunkedArray, part: FloatColumn) -> np.ndarray:
-    """Return of each number of a row count and mean of the raw values, mean and deviation of the transformed ones.
+    """Summarise a row group: count and mean of the raw values, mean and deviation of the transformed ones.
 
-    The result is float64 [numbers of a row, 4].
+    The result is float64 [numbers per row, 4].
     """
     chunks = [_numbers(chunk, part) for chunk in values.chunks]
     return np.stack([_summarise_column(_column(chunks, i), part) for i in range(part.dim or 1)])
@@ -37,7 +37,7 @@ def _summarise_column(raw: np.ndarray, part: FloatColumn) -> np.ndarray:
         return np.zeros(4)
     given = part.transform or Transform()
     done = raw.copy()
-    # With a std, as it is to be trained on; and finite, since a mean of anything else is none.
+    # With a std, so that the logarithm is the one used in training; and finite, since only such values have a mean.
     transform_numbers(done, Transform(given.clip, given.log1p, std=1.0), replace(part, finite=True))
     return np.array([len(raw), _mean_and_std(raw)[0], *_mean_and_std(done)])
 
@@ -45,7 +45,7 @@ def _summarise_column(raw: np.ndarray, part: FloatColumn) -> np.ndarray:
 def _numbers(chunk: pa.Array, part: FloatColumn) -> _Chunk:
     like, step = FloatColumn(part.name, part.column, dim=part.dim), NUMBERS_AT_ONCE // (part.dim or 1)
     for start in range(0, len(chunk), step):
-        convert_floats(chunk.slice(start, step), like)  # refuses what is no finite number
+        convert_floats(chunk.slice(start, step), like)  # refuses numbers that are not finite
     (numbers, nulls), shape = raw_numbers(chunk, part), (len(chunk), part.dim or 1)
     if nulls is None:
         return numbers.reshape(shape), None
@@ -55,13 +55,13 @@ def _numbers(chunk: pa.Array, part: FloatColumn) -> _Chunk:
 
 
 def _column(chunks: Sequence[_Chunk], i: int) -> np.ndarray:
-    """Return a number of all rows, where it is not null, float64; one at a time, since all are many."""
+    """Return the i-th number of all rows that have it, float64; one number at a time, to save memory."""
     parts = (numbers[:, i] if is_there is None else numbers[is_there[:, i], i] for numbers, is_there in chunks)
     return np.concatenate([np.zeros(0), *(part.astype(np.float64) for part in parts)])
 
 
 def joined(groups: Sequence[np.ndarray], part: FloatColumn) -> FloatFacts:
-    """Join what `summarise` returned of each row group."""
+    """Join the summaries that `summarise` has returned for row groups."""
     figures = [_figures_of_column([group[i] for group in groups]) for i in range(part.dim or 1)]
     return figures[0] if part.dim is None else FloatFacts(*zip(*map(astuple, figures), strict=True))
 
@@ -71,7 +71,7 @@ def _figures_of_column(groups: Sequence[np.ndarray]) -> FloatFacts:
     if not len(counts):
         return FloatFacts()
     mean, std = _mean_and_std(means, counts, stds)
-    # Values that differ by their own rounding are a constant.
+    # Values that differ only by their rounding count as constant.
     is_constant = std <= np.finfo(np.float64).eps * abs(mean)
     return FloatFacts(_mean_and_std(raw, counts)[0], mean, 1.0 if is_constant else std)
 
@@ -81,8 +81,8 @@ def _mean_and_std(
 ) -> tuple[float, float]:
     """Return mean and deviation of numbers, or of groups of `counts` numbers whose means and deviations are given.
 
-    Sums are of what lies between the numbers and the first of them, so that a common offset costs no digits, and
-    squares are of numbers up to 1, so that they neither overflow nor become 0.
+    Sums are of differences from the first number, so that a common offset costs no digits. Squares are of numbers up to
+    1, so that they neither overflow nor become 0.
     """
     offsets = values - values[0]
     mean = np.average(offsets, weights=counts)

@@ -1,4 +1,4 @@
-"""The datasets of a run, opened by its config, with the loaders and the facts that a model needs of them."""
+"""The datasets of a run, opened by its config, with their loaders and the facts that a model needs."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -47,12 +47,12 @@ ROLES = ("train", "valid", "test", "items")
 
 @dataclass(frozen=True)
 class Given:
-    """Rows to be scored, which no config names.
+    """Rows to be scored, named by a command instead of the config.
 
     Attributes:
-        role: `rows` of all features; of a retrieval model `users`, `queries` (users without lists of items) or `items`.
-        paths: as of data.test. kept: columns to be read beside those that the model needs. filter: as data.filter.
-        asks: what asks for `kept`, and key: what names `paths`, for messages. max_rows: as data.max_rows.
+        role: `rows` with all features; of a retrieval model `users`, `queries` (users without lists of items), `items`.
+        paths, filter, max_rows: like data.test, data.filter, data.max_rows. kept: columns to read that no model needs.
+        asks, key: what messages name as the source of `kept` and of `paths`.
     """
 
     role: str
@@ -68,11 +68,11 @@ class Inputs:
     """The datasets of a config, with loaders for them.
 
     Args:
-        corpus: raw ids of all items in the order of their positions, of a retrieval model with `data.items`.
-        facts: what has been learned from data.train; None before, when only types and values are to be checked.
+        corpus: raw ids of all items in the order of their positions, for a retrieval model with `data.items`.
+        facts: what was measured on data.train; None before that, when only types and values are checked.
 
     Attributes:
-        statistics: what this rank has counted of the ids of data.train, by feature.
+        statistics: by feature, what this rank has counted about the ids of data.train.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class Inputs:
         facts: Facts | None = None,
     ) -> None:
         self.config, self.datasets, self.corpus, self.world, self.facts = config, datasets, corpus, world, facts
-        # Once for all roles: an index of many ids takes a while, and memory.
+        # Made once for all roles, because an index of many ids takes time and memory.
         self._mappings = {table: _mapping(config, table, facts) for table in config.tables}
         self._routes = build_routes(config.tables, self._mappings)
         self._positions = None if corpus is None else _index_of_items(config, datasets, corpus)
         self.statistics = {name: IdStatistics() for name in id_features(config)}
 
     def beside(self, known: Path, roles: Sequence[str] = (), given: Sequence[Given] = ()) -> "Inputs":
-        """Return inputs with other datasets beside those of these, whose mappings and facts they share; collective.
+        """Return inputs that have further datasets, and share mappings and facts with these; collective.
 
-        Arguments and errors as of `open_inputs`.
+        Arguments and errors are those of `open_inputs`.
         """
         return self._with(
             *self.world.from_rank_zero(lambda: _read(self.config, self.world, None, known, roles, given, self))
@@ -107,7 +107,7 @@ class Inputs:
         return other
 
     def loader(self, role: str, dataset: Dataset | None = None, permutation: Permutation | None = None) -> Loader:
-        """Return this rank's loader of a dataset, or of a part of it: shuffled for training, else in file order."""
+        """Return this rank's loader of a role, or of a part of its dataset: shuffled for train, else in file order."""
         config, world, train = self.config, self.world, role == "train"
         threads = decoding_threads(config.data.num_threads, world.device, world.local_world_size)
         options = LoaderOptions(
@@ -131,19 +131,19 @@ class Inputs:
         return Loader(dataset, self.spec(role), options, size, world.rank, world.world_size, sampler, permutation)
 
     def item_shares(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return of all items the table rows, int64 [items], and their shares of what is drawn, float64 [items]."""
+        """Return the table rows of all items, int64 [items], and their shares in what is drawn, float64 [items]."""
         needs = self.config.model.needs()
         rows = convert_ids(self.corpus, self.id_column(needs.item_id or ""), np.dtype(np.int64)).values
-        items_of_row = np.bincount(rows)  # which share its count
+        items_of_row = np.bincount(rows)  # items with the same row share its count
         counts = items_of_row if self.facts is None else self.facts.row_counts.get(needs.item_id or "", items_of_row)
         weights = np.maximum(counts[rows] / items_of_row[rows], 1.0) ** needs.sampling_power
         return rows, weights / weights.sum()
 
     def spec(self, role: str) -> BatchSpec:
-        """Return what the batches of a dataset are made of."""
+        """Return the spec of a role's batches: their columns, and how these are converted."""
         config, present = self.config, set(role_features(self.config, role))
         ids = [self._id_column(name, role, name in present) for name in id_features(config)]
-        # With bad steps allowed, numbers that are not finite are left to the step that meets them.
+        # If bad steps are allowed, numbers that are not finite pass, and the step that gets them is the bad one.
         finite = role != "train" or config.train.max_bad_steps == 0
         floats = [
             float_column(
@@ -154,7 +154,7 @@ class Inputs:
         lists = []
         for name, (column, _) in role_lists(config, role).items():
             assert self._positions is not None
-            lists.append(IdColumn(name, column, self._positions, NullPolicy.empty))  # a null is no item
+            lists.append(IdColumn(name, column, self._positions, NullPolicy.empty))  # since a null is not an item
         labels, weight, weight_column = [], None, config.data.weight_column
         if has_labels(config, role):
             schema = self.datasets[role].schema if role in self.datasets else None
@@ -166,7 +166,7 @@ class Inputs:
         return BatchSpec(ids, floats, labels, weight, lists, negative_weight)
 
     def id_column(self, feature: str) -> IdColumn:
-        """Return how an id feature becomes table rows in data.train, which are not counted among `statistics`."""
+        """Return how an id feature of data.train becomes table rows, without counting ids in `statistics`."""
         return replace(self._id_column(feature, "train", True), statistics=None)
 
     def _id_column(self, name: str, role: str, is_present: bool) -> IdColumn:
@@ -189,11 +189,11 @@ class Inputs:
         )
 
     def id_report(self, num_rows: int) -> dict[str, dict[str, object]]:
-        """Return for each id feature what the rows trained held, over all ranks: see `IdStatistics.summary`."""
+        """Return for each id feature what the trained rows held, over all ranks: see `IdStatistics.summary`."""
         report = {}
         for name, counted in self.statistics.items():
             total = IdStatistics()
-            for state in self.world.gather(counted.state()):  # of one feature at a time: those of all take room
+            for state in self.world.gather(counted.state()):  # one feature at a time, since all would take much memory
                 total.add_state(state)
             report[name] = total.summary(self._mappings[self.config.features[name].table or ""], num_rows)
         return report
@@ -210,10 +210,10 @@ def open_inputs(
     """Read the footers and the first rows of the config's datasets, on rank 0 for all ranks.
 
     Args:
-        cache: folder to keep what the footers say in, so that it need not be read again.
+        cache: folder in which to keep what the footers say, so that they need not be read again.
         known: such a folder of an earlier start, which may not exist.
-        roles: the datasets to open; without train, their ids have to be of the types that `known` tells of train's.
-        given: rows beside them, each of a role of its own; the columns kept of these are not in their batches.
+        roles: the datasets to open; without train, their ids must have the types that data.train had in `known`.
+        given: further rows, each with a role of its own; their `kept` columns are not in batches.
 
     Raises:
         UserError: on every rank, for files or columns that are missing or do not fit.
@@ -230,9 +230,9 @@ def _read(
     given: Sequence[Given],
     beside: Inputs | None = None,
 ) -> tuple[dict[str, Dataset], pa.Array | None]:
-    """Return the datasets by role, and the corpus, on one rank; they have to go with those of `beside`, too.
+    """Return the datasets by role, and the corpus, on one rank; their types must also fit the datasets of `beside`.
 
-    Arguments and errors as of `open_inputs`.
+    Other arguments and errors are those of `open_inputs`.
     """
     data = config.data
     if cache is not None and known is not None:
@@ -275,7 +275,7 @@ def _opened(config: Config, rows: Given, like: pa.Schema) -> Dataset:
 
 
 def _crossed(dataset: Dataset, made: dict[str, tuple[str, ...]]) -> Dataset:
-    """Return a dataset with columns that are made of others."""
+    """Return a dataset with crosses: `made` is their name → the columns they are made of."""
     for column in dict.fromkeys(column for columns in made.values() for column in columns):
         if pa.types.is_nested(dtype := dataset.schema.field(column).type):
             raise UserError(
@@ -295,7 +295,7 @@ def _check_rows(config: Config, train: Dataset) -> None:
 
 
 def _check_first_rows(inputs: Inputs, role: str) -> None:
-    """Convert some rows of a dataset, so that what ends in an error there does so before training."""
+    """Convert some rows of a dataset, so that errors of conversion come before training."""
     config, dataset, spec = inputs.config, inputs.datasets[role], inputs.spec(role)
     try:
         columns = convert_table(read_head(dataset, 1000), spec)
@@ -316,7 +316,7 @@ def _check_first_rows(inputs: Inputs, role: str) -> None:
 def _mapping(config: Config, table: str, facts: Facts | None) -> IdMapping:
     settings = config.tables[table]
     if facts is None and (settings.mapping is IdMappingType.vocabulary or settings.kept_rows is not None):
-        return HashMapping(settings.num_embeddings, settings.hash_seed)  # takes the same ids
+        return HashMapping(settings.num_embeddings, settings.hash_seed)  # for checks: it accepts the same ids
     return build_mapping(settings, *((None, None) if facts is None else facts.of_table(table)))
 
 
@@ -331,7 +331,7 @@ def read_corpus(config: Config, items: Dataset) -> pa.Array:
     """Return the raw ids of all items, in file order.
 
     Raises:
-        UserError: an id is null, or there twice.
+        UserError: an id is null, or occurs twice.
     """
     column = item_column(config)
     ids = read_column(items, column)

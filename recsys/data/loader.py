@@ -35,12 +35,12 @@ from recsys.data.window import Columns, load_window
 from recsys.runtime.loops import are_worth_compiling, compile_loops
 from recsys.runtime.threads import windows_ahead
 
-WindowSource = Callable[["_StreamWindow"], Callable[[], Columns]]  # starts to read a window; the result waits for it
+WindowSource = Callable[["_StreamWindow"], Callable[[], Columns]]  # starts to read a window; call the result to wait
 
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How to read: see `DataConfig` for the meaning of each; `prefetch_batches` with its default filled in."""
+    """How to read: `DataConfig` explains the keys of the same names; the default of `prefetch_batches` is filled in."""
 
     seed: int
     shuffle: bool
@@ -56,18 +56,18 @@ class LoaderOptions:
 
 
 class Loader:
-    """Loads one rank's equal share of every step. A step trains the same rows on any number of ranks.
+    """Loads one rank's share of every step; shares are equal. A step trains the same rows on any number of ranks.
 
     Args:
         spec: the columns of a batch.
         global_batch_size: rows of a step over all ranks.
         rank, world_size: of this process.
-        sampler: draws items that are appended to batches. permutation: replaces a feature's values by permuted ones.
+        sampler: draws items to append to batches. permutation: replaces a feature's values by permuted ones.
 
     Attributes:
         batch_size: rows of this rank's batches, without drawn items; the same on all ranks.
         first_row: place of this rank's first row in the step.
-        kept_row_groups: how many row groups, of those that windows take in parts, stay decoded.
+        kept_row_groups: how many row groups that windows read in parts stay decoded.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Loader:
 
     @property
     def host_bytes(self) -> dict[str, int]:
-        """Bytes of host memory of windows, batches (page-locked with a GPU), and decoding processes, if any."""
+        """Bytes of host memory for windows, batches (page-locked with a GPU), and decoding processes, if any."""
         batches = {"batch_bytes": self._batches.num_bytes}
         if self._processes is None:
             return {"window_bytes": self._windows.num_bytes, **batches}
@@ -112,12 +112,12 @@ class Loader:
         return {"window_bytes": windows, **batches, "process_bytes": processes}
 
     def window_rows(self, epochs: int = 1) -> list[list[int]]:
-        """Return the rows of each window in the first epochs, by stream of the rank that reads most streams."""
+        """Return how many rows each window has in the first epochs, for each stream of the rank that reads most."""
         orders, read = [self._order(epoch) for epoch in range(epochs)], most_shares(self._slots, self._world_size)
         return [[window.num_rows for order in orders for window in order.windows(share.stream)] for share in read]
 
     def row_groups_by_rank(self) -> list[np.ndarray]:
-        """Return for each rank the numbers of the row groups that it reads in the first epoch, int64."""
+        """Return for each rank the numbers, int64, of the row groups that it reads in the first epoch."""
         order = self._order(0)
         return [order.row_groups_of(rank, self._world_size) for rank in range(self._world_size)]
 
@@ -129,11 +129,11 @@ class Loader:
                 yield from window.segments
 
     def begun(self, position: Position) -> Position:
-        """Return the position, or the next epoch's start if its own has no step left, as after a change of options."""
+        """Return the position, or the next epoch's start if no step is left in its own, as after options changed."""
         return position if self._steps(position) else Position(position.epoch + 1, 0, position.num_rows)
 
     def steps_left(self, position: Position, num_epochs: int) -> int:
-        """Return how many batches lie between a position and the end of the epochs."""
+        """Return how many batches there are from a position to the end of the epochs."""
         if position.epoch >= num_epochs:
             return 0
         return self._steps(position) + (num_epochs - position.epoch - 1) * self._steps(Position())
@@ -154,16 +154,17 @@ class Loader:
         if processes is None and are_worth_compiling(self._options.num_threads, self._options.pin_device is not None):
             compile_loops()
         read = self._read if processes is None else lambda placed: processes.read(placed.window, placed.counts)
-        # One thread each: a team of OpenMP's threads in every one of them would spin on the cores that train.
+        # Each of these threads has one of OpenMP: a team of them in each would spin on the cores that train.
         pool = ThreadPoolExecutor(self._options.num_threads, "decode", torch.set_num_threads, (1,))
         batches = self._produce(position, num_epochs, lambda placed: pool.submit(read, placed).result)
         depth, device = self._options.prefetch_batches, self._options.pin_device
-        pinning = (None, ()) if device is None else (torch.cuda.set_device, (device,))  # else a context on GPU 0 starts
+        # Without set_device, pinning from the new thread would start a context on GPU 0.
+        pinning = (None, ()) if device is None else (torch.cuda.set_device, (device,))
         thread = ThreadPoolExecutor(1, "read-ahead", *pinning)
         try:
             yield from _read_ahead(batches, thread, depth) if depth else batches
         finally:
-            # The pool first, so that no thread waits for windows that are not needed any more.
+            # The pool ends first, so that no thread waits for windows that are no longer needed.
             pool.shutdown(wait=False, cancel_futures=True)
             if processes is not None:
                 processes.end()
@@ -178,12 +179,12 @@ class Loader:
         return self._processes
 
     def _steps(self, position: Position) -> int:
-        """Return the number of steps to the end of the epoch."""
+        """Return the number of steps from a position to the end of its epoch."""
         left = self._num_rows - position.rows
         return left // self.global_batch_size if self._options.drop_last else -(-left // self.global_batch_size)
 
     def _advance(self, position: Position) -> Position:
-        """Return the position a step on, or in the next epoch where this one has no steps."""
+        """Return the position one step later, or the next epoch's start if no step is left in this one."""
         if self._steps(position):
             rows = min(position.rows + self.global_batch_size, self._num_rows)
             position = Position(position.epoch, rows, position.rows_before)
@@ -199,7 +200,7 @@ class Loader:
         while position.epoch < num_epochs:
             following = self._advance(position)
             if self._steps(position):
-                # The chunks get no name here: it would keep used windows alive.
+                # The chunks get no name here, because a name would keep used windows alive.
                 yield self._collate(self._chunks(readers, position), following)
             position = following
 
@@ -227,14 +228,14 @@ class Loader:
         return first + position.rows * share.size // self.global_batch_size, first + length
 
     def _stream(self, position: Position, num_epochs: int, share: Share) -> "Iterator[_StreamWindow]":
-        """Yield the windows of a stream with rows to be trained, to the end of the epochs."""
+        """Yield the windows of a stream that have rows to be trained, from a position to the end of the epochs."""
         while position.epoch < num_epochs:
             row, end = self._rows(position, share)
             stop = end - self._lengths[share.stream]
             for window in self._order(position.epoch).windows(share.stream):
                 start, stop = stop, stop + window.num_rows
                 if stop > row:
-                    # Several ranks may read a window; the one that takes its next row counts its ids.
+                    # Several ranks may read a window; the one that trains its next row counts its ids.
                     counts = share.start <= max(0, start - row) % share.size < share.stop
                     yield _StreamWindow(start, stop, window, counts)
             position = Position(position.epoch + 1)
@@ -265,7 +266,7 @@ class _StreamReader:
         self._request(num_ahead)
 
     def take(self, start: int, stop: int, at: int) -> list[Chunk]:
-        """Return rows `start` … `stop` - 1 of the stream as chunks, for a batch's rows from `at` on."""
+        """Return rows `start` … `stop` - 1 of the stream as chunks, for rows `at` … of a batch."""
         chunks: list[Chunk] = []
         while start < stop:
             placed, columns = self._window(start)
@@ -278,7 +279,7 @@ class _StreamReader:
 
     def _window(self, row: int) -> tuple[_StreamWindow, Columns]:
         """Return the window that holds a row, and drop the windows before it."""
-        while self._pending and self._pending[0][0].stop <= row:  # its rest is of other ranks, or dropped
+        while self._pending and self._pending[0][0].stop <= row:  # other ranks train its last rows, or none does
             self._drop()
         if self._columns is None:
             self._request(self._num_ahead + 1 - len(self._pending), row)
@@ -298,8 +299,8 @@ class _StreamReader:
 def _kept_row_groups(dataset: Dataset, options: LoaderOptions) -> int:
     """Return how many row groups that are read in parts are worth keeping.
 
-    The row group that a stream ends in is the one that the next begins in. It is wanted twice within a few windows only
-    where streams are no longer than a row group; else tables would be kept for an epoch, to save the decoding of two.
+    A stream ends in the row group that the next stream begins in. It is needed twice within a few windows only if
+    streams are no longer than a row group; else tables would be held for an epoch to save decoding two row groups.
     """
     groups = dataset.row_groups
     are_short = groups.total_rows <= groups.num_rows.max(initial=0) * options.num_streams
@@ -308,7 +309,7 @@ def _kept_row_groups(dataset: Dataset, options: LoaderOptions) -> int:
 
 
 def _read_ahead(batches: Iterator[Batch], thread: Executor, depth: int) -> Iterator[Batch]:
-    """Yield batches made by a thread: up to `depth` are ready, and one more is in the making."""
+    """Yield batches made by a thread: up to `depth` are ready, and one more is being made."""
     futures = deque(thread.submit(next, batches, None) for _ in range(depth + 1))
     while (batch := futures.popleft().result()) is not None:
         futures.append(thread.submit(next, batches, None))

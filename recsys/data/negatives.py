@@ -1,4 +1,4 @@
-"""Items drawn as negatives of a step, as further rows of its batches: the same on any number of ranks."""
+"""Items drawn as negatives, as additional rows of a step's batches: the same on any number of ranks."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -18,14 +18,14 @@ class ItemSampler:
     """Draws items of data.items for each step, with replacement.
 
     Args:
-        items: the dataset of all items. spec: what their rows become.
-        shares: of the items in what is drawn, [items] float64 that sum up to 1.
-        num_items: drawn for a step, over all ranks.
+        items: the dataset of all items. spec: how to convert their rows.
+        shares: probability of each item, float64 [items], summing to 1.
+        num_items: how many to draw for a step, over all ranks.
         seed: of the run.
 
     Attributes:
-        num_rows: rows of a batch for drawn items, the same on all ranks; a rank may draw one item less.
-        first: place of this rank's first one among all items drawn.
+        num_rows: rows for drawn items in a batch, the same on all ranks; a rank may draw one item less.
+        first: place of this rank's first drawn item among those of all ranks.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class ItemSampler:
         columns = self._spec.columns()
         schema = pa.schema(map(self._dataset.schema.field, columns))
         tables = [table.cast(schema) for table in SegmentReader(self._dataset, columns).tables()]
-        return pa.concat_tables(tables).combine_chunks()  # rows are taken faster from one chunk
+        return pa.concat_tables(tables).combine_chunks()  # because rows are read faster from one chunk
 
     def places(self, step: int) -> np.ndarray:
-        """Return which items this rank draws, int64; `step` is any number that no two steps share."""
+        """Return the places of the items that this rank draws, int64; `step` is any number unique to the step."""
         key = make_key(self._seed, "sampled items", step)
         high, low = uniform_numbers(key, self._numbers, np.arange(2)).T.astype(np.float64)
         return np.searchsorted(self._ends[:-1], (high + low * 2.0**-24) * self._ends[-1], side="right")
 
     def rows(self, step: int) -> Columns:
-        """Return the rows that this rank draws for a step: of weight 0, and with features of items only."""
+        """Return the rows that this rank draws for a step; they have weight 0 and only features of items."""
         columns = convert_table(self._items.take(pa.array(self.places(step))), self._spec)
         columns.floats[-1] = 0
         return columns

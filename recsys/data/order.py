@@ -2,9 +2,9 @@
 
 Row groups are permuted and laid end to end; the rows are cut by count into V equal *streams*; a stream is cut into
 *windows* of whole row-group pieces, bounded by bytes, and each window is shuffled by row. Every global batch takes an
-equal slice of every stream: laid end to end, the slices fill its *slots* 0 … G - 1. Of W ranks rank r takes slots
-G*r//W … G*(r+1)//W - 1, whatever streams these are of. So step t trains the same rows on any number of ranks. Where
-W divides V, a rank reads V/W whole streams; elsewhere some streams are read by several ranks, each keeping its rows.
+equal slice of every stream: laid end to end, the slices fill its *slots* 0 … G - 1. Rank r of W takes slots
+G*r//W … G*(r+1)//W - 1, from whichever streams they come. So step t trains the same rows on any number of ranks. If
+W divides V, a rank reads V/W whole streams; otherwise several ranks read some of the streams, each keeping its rows.
 """
 
 from bisect import bisect_left, bisect_right
@@ -15,21 +15,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Of a window, so that a dataset of many small files does not open all of them before its first batch.
+# Bound for a window, so that a dataset of many small files does not open all of them before its first batch.
 _MOST_SEGMENTS = 16
-_FIRST_SEGMENTS = 4  # of a stream's first window
+_FIRST_SEGMENTS = 4  # the same for a stream's first window
 FIRST_WINDOW = 16  # the first has a sixteenth of the bytes, the next an eighth …, so that an epoch begins soon
 
 
 @dataclass(frozen=True, eq=False)
 class RowGroups:
-    """Row groups of files, as their footers describe them, in columns, because there may be a million.
+    """Row groups of files, as their footers describe them; one array per fact, because there may be a million.
 
     Attributes:
         paths: of all files, in order.
-        file: int32 [n], position in `paths`; index: int32 [n], the row group within its file.
-        num_rows: int64 [n], above 0; of a filter, the rows that match.
-        num_bytes: int64 [n], what these rows take in a window of the loader.
+        file: int32 [n], position in `paths`; index: int32 [n], number of the row group in its file.
+        num_rows: int64 [n], above 0; with a filter, only the rows that match.
+        num_bytes: int64 [n], the memory of these rows in a window of the loader.
     """
 
     paths: tuple[str, ...]
@@ -56,7 +56,7 @@ class Segment:
     """Rows `start` … `stop` - 1 of one row group.
 
     Attributes:
-        path: of the file; row_group: its number there. number: of the row group in the dataset.
+        path: of the file. row_group: its number in the file. number: its number in the dataset.
     """
 
     path: str
@@ -75,7 +75,7 @@ class Window:
     """Consecutive segments of a stream that are shuffled together.
 
     Attributes:
-        seed: of the permutation; None leaves the rows in order.
+        seed: of the permutation; None: the rows stay in order.
     """
 
     segments: tuple[Segment, ...]
@@ -86,7 +86,7 @@ class Window:
         return sum(segment.num_rows for segment in self.segments)
 
     def permutation(self) -> np.ndarray | None:
-        """Return the order of the window's rows, int64 [num_rows], or None for the order of the file."""
+        """Return the shuffled order of the window's rows, int64 [num_rows], or None for the order of the file."""
         if self.seed is None:
             return None
         return np.random.Generator(np.random.PCG64(self.seed)).permutation(self.num_rows)
@@ -107,7 +107,7 @@ class Position:
     """Where training stands in the order of its rows; all streams advance together.
 
     Attributes:
-        rows: trained of this epoch; rows_before: in earlier epochs.
+        rows: trained in this epoch. rows_before: trained in earlier epochs.
     """
 
     epoch: int = 0
@@ -126,9 +126,9 @@ class EpochOrder:
 
     Attributes:
         row_groups: as the footers list them, files sorted by name.
-        seed, epoch: of the permutations; shuffle: False keeps the order of the files.
-        slots: of the streams' slices, from `slice_bounds`; the streams' lengths are in the proportion of these.
-        window_bytes: bound of a window; a single segment may exceed it. Of rows in file order, each segment is one.
+        seed, epoch: seed the permutations. shuffle: False keeps the order of the files.
+        slots: bounds of the streams' slices, from `slice_bounds`; streams are as long in proportion as their slices.
+        window_bytes: bound of a window; a single segment may exceed it. Without shuffling, each segment is a window.
     """
 
     row_groups: RowGroups
@@ -154,7 +154,7 @@ class EpochOrder:
             yield self._window(stream, number, pending)
 
     def row_groups_of(self, rank: int, world_size: int) -> np.ndarray:
-        """Return the row groups that the streams of a rank are cut from, as numbers in `row_groups`."""
+        """Return the numbers, in `row_groups`, of the row groups that a rank's streams are cut from."""
         streams = [share.stream for share in shares(self.slots, rank, world_size)]
         bounds = [stream_bounds(self.slots, stream, self.row_groups.total_rows) for stream in (streams[0], streams[-1])]
         places = self._places(bounds[0][0], bounds[1][1])
@@ -176,7 +176,7 @@ class EpochOrder:
 
     @cached_property
     def _ends(self) -> np.ndarray:
-        """The rows up to the end of each row group, in the order of the epoch."""
+        """How many rows there are up to the end of each row group, in the order of the epoch."""
         return np.cumsum(self.row_groups.num_rows[self._permuted])
 
     def _window(self, stream: int, number: int, segments: list[Segment]) -> Window:
@@ -194,17 +194,17 @@ class EpochOrder:
 
 
 def slice_bounds(global_batch_size: int, num_streams: int) -> tuple[int, ...]:
-    """Return the slots at which the streams' slices of a step begin, and their end; lengths differ by one at most."""
+    """Return the slots where the streams' slices of a step begin, and the end; lengths differ by one at most."""
     return tuple(global_batch_size * v // num_streams for v in range(num_streams + 1))
 
 
 def stream_bounds(slots: tuple[int, ...], stream: int, num_rows: int) -> tuple[int, int]:
-    """Return the first row of a stream, and the row behind its last, in the order of the epoch."""
+    """Return the first row of a stream, and the row after its last, in the order of the epoch."""
     return num_rows * slots[stream] // slots[-1], num_rows * slots[stream + 1] // slots[-1]
 
 
 def shares(slots: tuple[int, ...], rank: int, world_size: int) -> list[Share]:
-    """Return a rank's shares of the slices of a step; ranks differ by one row at most."""
+    """Return a rank's shares in the slices of a step; the sums for two ranks differ by one row at most."""
     low, high = (slots[-1] * r // world_size for r in (rank, rank + 1))
     own = []
     for stream in range(bisect_right(slots, low) - 1, bisect_left(slots, high)):
@@ -216,5 +216,5 @@ def shares(slots: tuple[int, ...], rank: int, world_size: int) -> list[Share]:
 
 
 def most_shares(slots: tuple[int, ...], world_size: int) -> list[Share]:
-    """Return the shares of the rank that reads most streams."""
+    """Return the shares of the rank that reads the most streams."""
     return max((shares(slots, rank, world_size) for rank in range(world_size)), key=len)

@@ -14,13 +14,13 @@ from recsys.data.spec import BatchSpec
 
 @dataclass(frozen=True)
 class Permutation:
-    """The values of a feature permuted over all rows of a dataset: a function of the seed and the footers alone.
+    """The values of a feature permuted over all rows of a dataset, depending only on the seed and the footers.
 
     The rows of each row group are shuffled; then row i gets the values of row i + d, modulo the number of rows, where d
-    is drawn. So a segment takes one or two further row groups to decode, and no more memory.
+    is drawn. So one or two more row groups are decoded for a segment, without needing more memory.
 
     Attributes:
-        features: name of the feature; with experts, also those of its further experts, which read the same column.
+        features: name of the feature, followed by those of its further experts, which read the same column.
     """
 
     features: Sequence[str]
@@ -54,7 +54,7 @@ class PermutedReader:
         self._distance = int(np.random.default_rng(seed).integers(self._ends[-1]))
 
     def read(self, segment: Segment) -> pa.Table:
-        """Return the rows of a segment; errors as of `SegmentReader`."""
+        """Return the rows of a segment; errors are those of `SegmentReader.read`."""
         begin = self._ends[segment.number] - self._num_rows[segment.number]
         place, tables, missing = begin + segment.start + self._distance, [self._schema.empty_table()], segment.num_rows
         while missing:

@@ -1,7 +1,7 @@
-"""Blocks of memory for batches and windows, which are reused.
+"""Reusable blocks of memory for batches and windows.
 
 A block is free again when no array or tensor views it any more and its last copy to the GPU is done. So a batch that is
-kept keeps its values, and a loop that drops its batches runs in constant memory.
+held keeps its values, and a loop that drops its batches runs in constant memory.
 """
 
 import mmap
@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 
 
 class Fence:
-    """Marks the end of the last copy out of a block."""
+    """Marks the end of the last copy from a block to the GPU."""
 
     def __init__(self) -> None:
         self._event: torch.cuda.Event | None = None
@@ -39,7 +39,7 @@ class Block:
     """Cuts arrays out of a pool's memory, one after another.
 
     Attributes:
-        file: of a shared pool, the descriptor by which another process maps the memory.
+        file: in a shared pool, the file descriptor through which another process maps the memory.
     """
 
     def __init__(self, memory: np.ndarray, fence: Fence, file: int | None = None) -> None:
@@ -59,7 +59,7 @@ class Block:
 
 
 def padded(num_bytes: int) -> int:
-    """Return the bytes that an array of `num_bytes` takes of a block."""
+    """Return the bytes of a block that an array of `num_bytes` takes, rounded up for alignment."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -67,7 +67,7 @@ class BlockPool:
     """Gives out blocks, reusing free ones first; safe to call from several threads.
 
     Args:
-        pin: page-locked memory of a GPU machine. share: memory that other processes can map.
+        pin: use page-locked memory, for copies to a GPU. share: use memory that other processes can map.
     """
 
     def __init__(self, pin: bool = False, share: bool = False) -> None:
@@ -90,8 +90,8 @@ class BlockPool:
 
     def take(self, num_bytes: int) -> Block:
         """Return a block of at least `num_bytes` bytes."""
-        # Sizes vary a little from request to request, so they are rounded up. CUDA's allocator locks a power of two
-        # anyway, and of other memory, pages that are never written take no space.
+        # Sizes vary a little from request to request, so they are rounded up to a power of two. CUDA's allocator locks
+        # that much anyway, and in other memory, pages that are never written take no space.
         size = 1 << max(12, (num_bytes - 1).bit_length())
         with self._lock:
             fitting = next((n for n in (size, 2 * size, 4 * size) if self._free.get(n)), None)
@@ -130,7 +130,7 @@ class _Memory:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             return
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # outside malloc's heaps, where blocks would leave holes
-        if share:  # not in /dev/shm, of which containers have 64 MiB
+        if share:  # not in /dev/shm, which often has only 64 MiB in containers
             self.file, flags = os.memfd_create("recsys-windows"), mmap.MAP_SHARED
             weakref.finalize(self, os.close, self.file)
             os.ftruncate(self.file, size)
@@ -139,8 +139,8 @@ class _Memory:
         )
 
     def lend(self, free: "deque[_Memory]") -> np.ndarray:
-        """Return the memory as an array; once it and all its views are gone, this object is appended to `free`."""
-        lent = self._memory.numpy()  # all views refer to this array, which is new each time
+        """Return the memory as an array; once that and all its views are gone, this object is appended to `free`."""
+        lent = self._memory.numpy()  # a new array each time, which all views refer to
         # The callback runs in whichever thread drops the last view, even one that holds the pool's lock.
         self._lent = weakref.ref(lent, lambda _: free.append(self))
         return lent

@@ -1,8 +1,8 @@
-"""Windows decoded in separate processes, which leave this process's Python lock to the thread that trains.
+"""Decoding of windows in separate processes, which leave this process's Python lock to the thread that trains.
 
-Each operator of training releases the lock for a moment. With a dozen decoding threads beside it, it then waits for one
-of them some hundred times a step, and so does the GPU. One process is started; it imports and forks the others. Decoded
-windows are not copied: they lie in memory that both sides map.
+Each operator of training releases the lock for a moment. With a dozen decoding threads in the same process, training,
+and with it the GPU, would then wait for one of them some hundred times a step. One process is started; it imports and
+forks the others. Decoded windows are not copied: they lie in memory that both sides map.
 """
 
 import gc
@@ -39,7 +39,7 @@ from recsys.runtime.logs import logger
 from recsys.runtime.loops import are_worth_compiling, compile_loops
 
 # Signals are ignored from the start, since importing takes seconds and a launcher or terminal may signal all processes;
-# decoding processes end when training does. And no module is imported from the working directory.
+# decoding processes end when training does. Modules are not imported from the working directory.
 _PROGRAM = """
 import signal, sys
 sys.path[:] = filter(None, sys.path)
@@ -48,14 +48,14 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sig
 from recsys.data.processes import serve
 serve()
 """
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # also because it forks
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # also because forking needs a single thread
 _MOST_FILES = 1 << 16
-_ENDING_S = 10  # until windows in the making are decoded
+_ENDING_S = 10  # granted to windows that are being decoded
 _LOOK_S = 1  # between two readings of a process's memory, each of which takes some milliseconds
 
 
 class _Work(NamedTuple):
-    """The first message to a decoding process: the data, the columns, and the id features whose ids are counted."""
+    """The first message to a decoding process: the data, the columns, and for each id feature whether to count ids."""
 
     dataset: Dataset
     spec: BatchSpec
@@ -67,7 +67,7 @@ class _Answer(NamedTuple):
     """A decoded window, or the error of decoding it.
 
     Attributes:
-        counts: by counted feature, a state for `IdStatistics.add_state`. records: of the log.
+        counts: for each counted feature, a state for `IdStatistics.add_state`. records: of the log.
         window_bytes: memory of the process for windows. own_bytes: its memory without the windows that it has sent.
     """
 
@@ -83,7 +83,7 @@ class DecodingProcesses:
     """Processes that decode windows; `read` uses an idle one, or waits for one.
 
     Args:
-        number: of processes. beside_gpu: whether freed memory may be kept.
+        number: of processes. beside_gpu: whether training uses a GPU, so that freed memory may be kept.
     """
 
     def __init__(self, number: int, dataset: Dataset, spec: BatchSpec, skip_bad: bool, beside_gpu: bool) -> None:
@@ -114,14 +114,14 @@ class DecodingProcesses:
             raise _ended() from error
 
     def sizes(self) -> tuple[int, int]:
-        """Return the bytes of memory for windows, and of all else that the processes take."""
+        """Return the bytes of memory for windows, and for everything else in the processes."""
         self._forking_bytes = process_bytes("smaps_rollup", "Pss_Anon", self._process.pid) or self._forking_bytes
         sizes = list(self._sizes.values())
         own_bytes = sum(own for _, own in sizes) + self._forking_bytes + self._pool.num_bytes
         return sum(windows for windows, _ in sizes), own_bytes
 
     def read(self, window: Window, counts: bool) -> Columns:
-        """Return a window, decoded; `counts`: its ids go into the statistics. Errors as of `load_window`."""
+        """Return a decoded window. Errors are those of `load_window`; `counts`: count its ids in the statistics."""
         channel = self._idle.get()
         try:
             channel.send(pack((window, counts), self._pool), self._pool)
@@ -142,7 +142,7 @@ class DecodingProcesses:
 
     def end(self) -> None:
         """End the processes; threads that wait for one get an error. Decoded windows stay valid."""
-        self.sizes()  # so that they can be reported afterwards
+        self.sizes()  # measured once more, so that it can be reported afterwards
         for channel in self._channels:
             channel.end()
         try:
@@ -152,13 +152,13 @@ class DecodingProcesses:
             self._process.wait()
 
     def close(self) -> None:
-        """Close files and unmap memory; to be called after `end`, when no thread reads any more."""
+        """Close files and unmap memory; call it after `end`, when no thread reads any more."""
         for channel in self._channels:
             channel.close()
 
 
 def _allow_files() -> None:
-    """Let this process open more files, since each block of memory that it shares is one."""
+    """Let this process open more files, because each block of shared memory is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -216,7 +216,7 @@ class _Decoder:
     """Decodes one window after another, and keeps none of them."""
 
     def __init__(self, work: _Work) -> None:
-        # A row group that one process keeps for its other segments is likely to be requested from another process.
+        # Keeping a row group for its other segments seldom helps: other processes are likely to be asked for those.
         kept = CACHED_ROW_GROUPS if len(work.dataset.row_groups) <= CACHED_ROW_GROUPS else 0
         self._work, self._reader, self._arrays = work, SegmentReader(work.dataset, kept=kept), BlockPool()
         statistics = [IdStatistics(passes_on=True) if counted else None for counted in work.counted]
@@ -229,7 +229,7 @@ class _Decoder:
         self._own_bytes, self._looked_at = 0, 0.0
 
     def answer(self, window: Window, counts: bool, shared_bytes: int) -> _Answer:
-        """Return a window; `counts`: its ids go into the statistics; `shared_bytes`: of windows that were sent."""
+        """Return a decoded window. `counts`: count its ids for the statistics; `shared_bytes`: size of sent windows."""
         columns, error = None, None
         try:
             spec = self._counting if counts else self._work.spec
@@ -238,7 +238,7 @@ class _Decoder:
             error = wrong if isinstance(wrong, UserError | MemoryError) else RuntimeError(traceback.format_exc())
         states = [statistics.take_state() for statistics in self._statistics]
         if time.monotonic() - self._looked_at > _LOOK_S:
-            # Pss: pages shared with the forking process count by a share each.
+            # Pss counts only a share of the pages that are shared with the forking process.
             self._own_bytes, self._looked_at = process_bytes("smaps_rollup", "Pss_Anon") or 0, time.monotonic()
         window_bytes = shared_bytes + self._arrays.num_bytes
         return _Answer(columns, error, states, self._log.take(), window_bytes, self._own_bytes)

@@ -26,15 +26,15 @@ class IdColumn:
     Attributes:
         name: of the feature, for messages.
         column: name in the data; None: no row has an id.
-        mapping: ids to rows.
-        null: what a null id becomes. A null list is an empty one.
-        max_length: most ids of a list, nulls among them.
-        keep: which end of a longer list.
+        mapping: maps ids to table rows.
+        null: what a null id becomes. A null list counts as an empty one.
+        max_length: longer lists are cut to this many ids, nulls included.
+        keep: which end of a longer list is kept.
         weights: column with a number for each id.
         boundaries: ascending; the column holds numbers, and the id of x is how many boundaries are <= x. NaN is null.
         statistics: counts the ids that are mapped, and the nulls.
-        route: which ids are mapped, of an expert that is not looked up for all; the others have no row.
-        file_of_floats: which makes floats of integers in other files, for messages: large ones are not what they were.
+        route: for an expert that serves only some ids: chooses these; the others have no row.
+        file_of_floats: for messages: a file whose floats make floats of the integers in others, where large ids change.
     """
 
     name: str
@@ -51,17 +51,17 @@ class IdColumn:
 
     @property
     def title(self) -> str:
-        """How messages name it."""
+        """What messages call the column."""
         floats = "" if self.file_of_floats is None else f", with floats in {self.file_of_floats}"
         return f"column '{self.column}' (feature '{self.name}'{floats})"
 
 
 @dataclass(frozen=True)
 class Transform:
-    """What becomes of a float, in this order and in float64: `clip` (least, greatest), log(1 + x), (x - mean) / std.
+    """Transform of a float, in float64 and in this order: `clip` (least, greatest), log(1 + x), (x - mean) / std.
 
-    An end of clip that is None cuts nothing. A std of 0 divides by 1, so that a constant column becomes 0. Of a vector,
-    each number has a mean and a std of its own.
+    An end of clip that is None cuts nothing. A std of 0 divides by 1, so that a constant column becomes 0. For vectors,
+    each of their numbers has its own mean and std.
     """
 
     clip: tuple[float | None, float | None] | None = None
@@ -76,15 +76,15 @@ class FloatColumn:
 
     Attributes:
         name: of the feature, for messages.
-        column: name in the data; None: always `fill`.
-        dim: numbers of a row's vector; None: a row has one number.
-        fill: raw value of a null, which is transformed like any other; None refuses nulls. Of a vector it may be one
-            for each number, and is that of a null vector and of a null in one.
-        binary: takes 0 and 1 only. probability: takes what lies between them.
-        condition: in place of a column, which is then None: 1 where it is true, null where it is null.
-        may_be_unknown: of a label, a null is no error; batches say which labels are known.
-        finite: refuses NaN and infinity, also as the result of the transform.
-        transform: of the raw values.
+        column: name in the data; None: every value is `fill`.
+        dim: length of a row's vector; None: a row has one number.
+        fill: raw value for nulls, transformed like any other; None: nulls are refused. For vectors it may be one value
+            for each number; it replaces null vectors and nulls in vectors.
+        binary: only 0 and 1 are accepted. probability: only 0 to 1 are accepted.
+        condition: used instead of a column, which is then None: 1 where it is true, null where it is null.
+        may_be_unknown: for a label: null is not an error, and batches say which labels are known.
+        finite: NaN and infinity are refused, also as results of the transform.
+        transform: applied to the raw values.
     """
 
     name: str
@@ -100,20 +100,20 @@ class FloatColumn:
 
     @property
     def title(self) -> str:
-        """How messages name it."""
+        """What messages call the column or condition."""
         return f"column '{self.column}' ({self.name})" if self.condition is None else f"the condition of {self.name}"
 
     @property
     def without_nulls(self) -> str:
-        """What to do where it may hold no null and does."""
-        if not self.name.startswith("data."):  # what stands in lists
+        """Advice, for messages, if it holds a null and must not."""
+        if not self.name.startswith("data."):  # a feature, the scores of a teacher, or weights in lists
             return "drop such rows"
         known = " and ".join(f"{written(column)} is not None" for column in sorted(self.columns()))
         unknown = f", or set {self.name}.nulls=unknown" if self.name.startswith("data.labels.") else ""
         return f'leave such rows out by data.filter="{known}"{unknown}'
 
     def remedy(self, values: pa.Array) -> str:
-        """Return what to do where it holds no numbers, but these values."""
+        """Return advice, for messages, if it holds these values instead of numbers."""
         dtype = values.type
         is_feature = "." not in self.name and " " not in self.name
         if is_feature and pa.types.is_list(dtype) and is_number(dtype.value_type):
@@ -124,7 +124,7 @@ class FloatColumn:
             inside = advice(self.column, dtype) or ", each position of a list as a column of its own"
             return f"; write one number a row{inside}"
         if self.binary and self.column is not None and is_text(dtype):
-            # The last, as of no and yes, false and true, 0 and 1; if it can stand in quotes.
+            # The last value in order, as yes of no and yes, or true of false and true; if it can be put in quotes.
             last = (pc.max(values.cast(pa.large_binary())).as_py() or b"").decode(errors="replace")
             word = last if re.fullmatch(r"[\w .,:/+-]{1,40}", last) else "yes"
             condition = f"{written(self.column)} == '{word}'"
@@ -132,9 +132,9 @@ class FloatColumn:
         return "; write it as numbers" + ("" if self.fill is None else ", or for ids use a feature of type id")
 
     def advised(self, condition: str) -> str:
-        """Return what to do where a condition is to stand in place of a label's column."""
-        also = " data.label_column=null" if self.name == "data.label_column" else ""  # which excludes the former
-        # YAML takes it without quotes of its own, which a shell would take away, where none of its signs is in it.
+        """Return advice, for messages, to use a condition instead of a label's column."""
+        also = " data.label_column=null" if self.name == "data.label_column" else ""  # it excludes data.labels
+        # YAML needs no quotes, which a shell would remove, around a condition without special signs.
         plain = re.fullmatch(r"[\w .=<>()'/+-]+", condition)
         label = f"data.labels={{NAME: {condition if plain else json.dumps(condition, ensure_ascii=False)}}}"
         label = shlex.quote(label) if set(label) & set('"$`\\!') else f'"{label}"'
@@ -149,7 +149,7 @@ class FloatColumn:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a batch is made of. The weight of rows is 1 where the data have none; labels that the data lack are 0.
+    """The columns of a batch. If the data have no weights, rows have weight 1; labels that the data lack are 0.
 
     Attributes:
         negative_weight: the weight of rows without a positive binary label is multiplied by this.
@@ -170,7 +170,7 @@ class BatchSpec:
         return list(dict.fromkeys(name for name in (*ids, *numbers) if name is not None))
 
     def uncounted(self) -> "BatchSpec":
-        """Return the same without statistics of ids."""
+        """Return the same spec without statistics of ids."""
         return replace(self, ids=[replace(part, statistics=None) for part in self.ids])
 
     @cached_property
@@ -180,24 +180,24 @@ class BatchSpec:
 
     @cached_property
     def numbers(self) -> int:
-        """How many rows of numbers windows have: single floats, labels, whether each label is known, the weight."""
+        """The first dimension of `Columns.floats`: single floats, labels, whether each label is known, the weight."""
         return len(self.single_floats) + (1 + self.has_unknown_labels) * len(self.labels) + 1
 
     @cached_property
     def single_floats(self) -> list[FloatColumn]:
-        """The floats of which a row has one number."""
+        """The floats with one number per row."""
         return [part for part in self.floats if part.dim is None]
 
     @cached_property
     def vectors(self) -> list[tuple[slice, FloatColumn]]:
-        """The floats of which a row has a vector, each with its columns among those of all vectors."""
+        """The floats with a vector per row, each with its columns among those of all vectors."""
         parts = [part for part in self.floats if part.dim is not None]
         ends = accumulate((part.dim or 0 for part in parts), initial=0)
         return [(slice(*bounds), part) for bounds, part in zip(pairwise(ends), parts, strict=True)]
 
     @cached_property
     def vector_dim(self) -> int:
-        """Numbers of all vectors of a row."""
+        """Total length of a row's vectors."""
         return sum(part.dim or 0 for part in self.floats)
 
     @cached_property
@@ -207,6 +207,6 @@ class BatchSpec:
 
     @cached_property
     def dtype(self) -> np.dtype:
-        """The narrowest type that holds all table rows: windows and batches are held in it."""
+        """The integer type of table rows in windows and batches: the narrowest that holds all of them."""
         rows = max((part.mapping.num_rows for part in (*self.ids, *self.lists)), default=0)
         return np.dtype(np.int32 if rows <= np.iinfo(np.int32).max else np.int64)

@@ -1,4 +1,4 @@
-"""What the config and its model want of each dataset: columns, and how they become labels and numbers."""
+"""What the config and its model need from each dataset: columns, and how they become labels and numbers."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -16,7 +16,7 @@ from recsys.data.spec import FloatColumn, Transform
 from recsys.errors import in_words
 from recsys.runtime.counter_random import make_key
 
-# Datasets of a retrieval model that hold users, without the items; of `queries` the vectors alone are wanted.
+# Datasets of a retrieval model that hold users without items; for `queries`, only the users' vectors are computed.
 _OF_USERS = ("valid", "test", "users", "queries")
 
 
@@ -34,7 +34,7 @@ def role_features(config: Config, role: str) -> list[str]:
 
 
 def role_lists(config: Config, role: str) -> dict[str, tuple[str, str]]:
-    """Return name → (column, config key) of the lists of corpus positions that evaluation needs."""
+    """Return the lists of corpus positions that evaluation needs, as name → (column, config key)."""
     item_id = config.model.needs().item_id
     if item_id is None or role == "queries":
         return {}
@@ -48,29 +48,29 @@ def role_lists(config: Config, role: str) -> dict[str, tuple[str, str]]:
 
 
 def has_labels(config: Config, role: str) -> bool:
-    """Return whether batches of this role have labels and weights; without labels in the config, weights alone."""
+    """Return whether batches of this role have labels and weights (only weights if the config has no labels)."""
     return role == "train" or (config.model.needs().labels and role in ("valid", "test"))
 
 
 def column_of(config: Config, feature: str) -> str:
-    """Return the name of a feature's column, or of the cross that is made in its place."""
+    """Return the name of a feature's column, or of the cross that is made instead of it."""
     settings = config.features[feature]
     return settings.column or (" × ".join(settings.cross) if settings.cross else feature)
 
 
 def item_column(config: Config) -> str:
-    """Return the name of the column of data.items that tells items apart; of a retrieval model."""
+    """Return the name of the column with item ids in data.items, for a retrieval model."""
     return column_of(config, config.model.needs().item_id or "")
 
 
 def crosses(config: Config, role: str) -> dict[str, tuple[str, ...]]:
-    """Return the columns that are made of others in a dataset of this role, by name."""
+    """Return the crosses in a dataset of this role: by name, the columns that each is made of."""
     made = {column_of(config, name): config.features[name].cross for name in role_features(config, role)}
     return {name: tuple(columns) for name, columns in made.items() if columns}
 
 
 def needed_columns(config: Config, role: str) -> dict[str, str]:
-    """Return the columns to read of a dataset, each with what asks for it, for messages."""
+    """Return the columns to read from a dataset, each with the config key that asks for it, for messages."""
     needed: dict[str, str] = {}
     keys = {name: f"features.{config.features[name].expert_of or name}" for name in role_features(config, role)}
     for name, key in keys.items():
@@ -95,7 +95,7 @@ def needed_columns(config: Config, role: str) -> dict[str, str]:
 def float_column(
     name: str, feature: FeatureConfig, column: str | None, facts: Facts | None, finite: bool = True
 ) -> FloatColumn:
-    """Return how a float feature becomes numbers; a column of None is always the fill."""
+    """Return how a float feature becomes numbers; if `column` is None, all of them are the fill value."""
     known = (facts.floats.get(name) if facts else None) or FloatFacts()
     scale = (known.mean, known.std) if feature.standardise else (None, None)
     clip = None if feature.clip is None else (feature.clip[0], feature.clip[1])
@@ -113,24 +113,24 @@ def _label_key(config: Config, name: str) -> str:
 
 
 def _condition(config: Config, label: str) -> Condition | None:
-    """Return what a label's expression says, if it has one."""
+    """Return the condition that a label's expression states, or None if it has no expression."""
     text = config.labels()[label].expression
     with _of_label(config, label):
         return None if text is None else parse_filter(text)
 
 
 def _of_label(config: Config, label: str) -> AbstractContextManager[None]:
-    """Let errors of conditions name the label in place of a filter."""
+    """Let errors of conditions name the label instead of the filter."""
     return in_words({FILTER_KEY: f"config key '{_label_key(config, label)}'"})
 
 
 def label_column(config: Config, name: str, finite: bool, schema: pa.Schema | None) -> FloatColumn:
-    """Return how a label becomes numbers; an expression is bound to the types of `schema`, if that is known."""
+    """Return how a label becomes numbers; its expression is bound to the types of `schema`, if given."""
     label, condition = config.labels()[name], _condition(config, name)
     if condition is not None and schema is not None:
         with _of_label(config, name):
             condition = condition.bind(schema)
-            condition.mask(schema.empty_table())  # refuses what only a filter may say
+            condition.mask(schema.empty_table())  # refuses `sampled`, which only a filter may use
     unknown, binary = label.nulls is LabelNulls.unknown, label.loss.is_binary
     column = None if condition else label.column or name
     fill = 0.0 if unknown else None
@@ -139,7 +139,7 @@ def label_column(config: Config, name: str, finite: bool, schema: pa.Schema | No
 
 
 def taught_columns(config: Config, finite: bool, role: str) -> list[FloatColumn]:
-    """Return how a teacher's scores of the labels become numbers; none without a teacher, and of other data."""
+    """Return how a teacher's scores of the labels become numbers; empty without a teacher, or if not for data.train."""
     labels, key = config.labels(), "train.distill.column"
     return [
         FloatColumn(key, column, None, finite=finite, probability=labels[name].loss.is_binary)
@@ -148,7 +148,7 @@ def taught_columns(config: Config, finite: bool, role: str) -> list[FloatColumn]
 
 
 def row_filter(config: Config, role: str) -> str | None:
-    """Return what rows of a dataset must match: data.filter, and to be kept by data.keep_negatives."""
+    """Return the filter that rows of a dataset must match: data.filter and the sampling by data.keep_negatives."""
     given = config.data.filter
     if isinstance(given, dict):
         given = given.get(role)
@@ -158,14 +158,14 @@ def row_filter(config: Config, role: str) -> str | None:
         return given
     labels = {name: label for name, label in config.labels().items() if label.loss.is_binary}
     positives = [label.expression or f"col({label.column or name!r}) > 0" for name, label in labels.items()]
-    # Not by the seed itself, which a filter may sample by too: of the rows that this keeps it would keep all, or none.
+    # The key is not the seed: a filter that samples by the seed too would then keep all of the rows kept here, or none.
     drawn = f"sampled({config.data.keep_negatives}, {make_key(config.seed, 'keep_negatives')})"
     kept = " or ".join([*(f"({positive})" for positive in positives), drawn])
     return kept if given is None else f"({given}) and ({kept})"
 
 
 def of_row_filter(config: Config, role: str) -> AbstractContextManager[None]:
-    """Let errors of `row_filter` name data.keep_negatives where it made the filter, or a part of it."""
+    """Let errors of `row_filter` name data.keep_negatives if the filter, or a part of it, comes from that."""
     if role != "train" or config.data.keep_negatives is None:
         return nullcontext()
     given = config.data.filter.get(role) if isinstance(config.data.filter, dict) else config.data.filter
@@ -174,6 +174,6 @@ def of_row_filter(config: Config, role: str) -> AbstractContextManager[None]:
 
 
 def with_figures(config: Config) -> list[str]:
-    """Return the float features that need figures of data.train: mean and deviation."""
+    """Return the float features that need figures measured on data.train: mean and deviation."""
     features = ((name, config.features[name]) for name in float_features(config))
     return [name for name, feature in features if feature.standardise or feature.nulls is NullPolicy.mean]

@@ -21,8 +21,8 @@ from recsys.runtime.logs import logger
 from recsys.runtime.loops import are_compiled, permute_lists, shuffle
 
 _PERMUTED_AT_ONCE = 1 << 16  # lists
-_JOINED_ROWS = 1 << 14  # fewer are converted together with those of other segments
-_SHORT = 16  # numbers of vectors; of longer ones, fewer rows are joined, as joining copies them
+_JOINED_ROWS = 1 << 14  # segments of fewer rows are converted together
+_SHORT = 16  # length of vectors; if they are longer, fewer rows are joined, since joining copies them
 
 _Lists = tuple[np.ndarray, np.ndarray | None]  # values, and their weights
 
@@ -42,11 +42,11 @@ class Columns:
     """The rows of a window in their final order.
 
     Attributes:
-        scalars: [features with one id a row, rows] int32 or int64, features in the order of the spec.
+        scalars: [features with one id per row, rows] int32 or int64, features in the order of the spec.
         ids, lists: for each feature its place in `scalars`, or its lists.
-        floats: [`BatchSpec.numbers`, rows] float32: float features, labels, 1 for each label that is known and 0 for
-            others (where some may not be), the weight.
-        vectors: [rows, `BatchSpec.vector_dim`] float32: float features of several numbers a row.
+        floats: [`BatchSpec.numbers`, rows] float32: float features; labels; if some may be unknown, 1 for each label
+            that is known and 0 for others; the weight.
+        vectors: [rows, `BatchSpec.vector_dim`] float32: float features with several numbers per row.
         bad: bool [rows], rows that could not be read, or None if all could.
     """
 
@@ -60,12 +60,12 @@ class Columns:
 
     @cached_property
     def single(self) -> dict[str, tuple[bool, ...]]:
-        """Of `ids` and of `lists`, which have one id in every row."""
+        """For `ids` and for `lists`: whether each feature has one id in every row."""
         return {name: tuple(isinstance(part, int) for part in getattr(self, name)) for name in ("ids", "lists")}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the arrays take."""
+        """Bytes of all arrays."""
         ragged = [part for part in (*self.ids, *self.lists) if isinstance(part, Ragged)]
         arrays = [self.scalars, self.floats, self.vectors]
         for part in ragged:
@@ -80,8 +80,8 @@ def load_window(
     """Decode a window's segments and convert them, one after the other.
 
     Args:
-        read: decodes a segment. pool: where the arrays are taken from.
-        skip_bad: rows of a segment that cannot be decoded are marked, in place of an error.
+        read: decodes a segment. pool: gives the memory of the arrays.
+        skip_bad: mark the rows of a segment that cannot be decoded, instead of raising its error.
 
     Raises:
         UserError: names the file, row group and column that cannot be read or whose values do not fit the spec.
@@ -101,8 +101,8 @@ def load_window(
 
 
 def convert_table(table: pa.Table, spec: BatchSpec, of: Segment | None = None) -> Columns:
-    """Convert rows in the order in which they are; errors as `load_window`, which name the row group that they are
-    the first rows `of`."""
+    """Convert rows in their order. Errors are those of `load_window`, and name the row group `of`, whose first rows
+    these are."""
     segment = Segment("", 0, 0, table.num_rows) if of is None else replace(of, start=0, stop=table.num_rows)
     conversion = _Conversion(Window((segment,), None), spec, BlockPool())
     conversion.add(segment, table)
@@ -119,11 +119,11 @@ class _Conversion:
         self._spec, self._pool, self._rows = spec, pool, window.num_rows
         self._joined_rows = _JOINED_ROWS // max(1, spec.vector_dim // _SHORT)
         self._permutation = window.permutation()
-        # Half the bytes of NumPy's, and torch takes it.
+        # int32, because it takes half the memory of NumPy's int64, and torch accepts it.
         self._order = torch.from_numpy(np.zeros(0) if self._permutation is None else self._permutation).int()
         self._parts, self._dtype = [*spec.ids, *spec.lists], spec.dtype
         self._pieces: list[list[Ids]] = [[] for _ in self._parts]
-        self._places: dict[int, int] | None = None  # of parts that may have one id a row, in `_scalars`
+        self._places: dict[int, int] | None = None  # part that may have one id per row → its place in `_scalars`
         self._scalars = np.empty((0, self._rows), self._dtype)
         self._floats = self._array((spec.numbers, self._rows), np.float32)
         self._vectors = self._array((self._rows, spec.vector_dim), np.float32)
@@ -132,7 +132,7 @@ class _Conversion:
         self._done = 0
 
     def add(self, segment: Segment, table: pa.Table) -> None:
-        """Take the next segment's rows."""
+        """Add the rows of the next segment."""
         if self._pending and (table.num_rows >= self._joined_rows or table.schema != self._pending[0][1].schema):
             self._convert_pending()
         self._pending.append((segment, table))
@@ -140,7 +140,7 @@ class _Conversion:
             self._convert_pending()
 
     def skip(self, num_rows: int) -> None:
-        """Leave the next rows empty, since they cannot be read."""
+        """Leave the next rows empty, because they cannot be read."""
         self._convert_pending()
         nothing = Ids(np.empty(0, self._dtype), np.zeros(num_rows, np.int32), None)
         for pieces in self._pieces:
@@ -154,7 +154,7 @@ class _Conversion:
             for table in _joined_tables([table for _, table in pending]):
                 self._convert(table)
         except (UserError, pa.ArrowException):
-            for segment, table in pending:  # so that the message names the one
+            for segment, table in pending:  # one by one, so that the message names the segment with the error
                 try:
                     _Conversion(Window((segment,), None), self._spec, BlockPool())._convert(table)
                 except (UserError, pa.ArrowException) as error:
@@ -190,12 +190,12 @@ class _Conversion:
             self._floats[-1, rows][~(self._floats[binary, rows] > 0).any(axis=0)] *= self._spec.negative_weight
 
     def columns(self) -> Columns:
-        """Return what has been added, in the order of the window."""
+        """Return all rows added, shuffled into the order of the window."""
         self._convert_pending()
         bad = np.zeros(self._rows, np.bool_) if self._bad else None
         for rows in self._bad:
             bad[rows] = True  # type: ignore[index]
-            self._floats[:, rows] = 0  # no weight, so that they touch nothing
+            self._floats[:, rows] = 0  # with weight 0, so that they change nothing
             self._vectors[rows] = 0
         features = [self._finished(i) for i in range(len(self._parts))]
         ids, lists = features[: len(self._spec.ids)], features[len(self._spec.ids) :]
@@ -259,7 +259,7 @@ class _Conversion:
             shuffle(columns, self._order.numpy(), near, shuffled)
             return shuffled
         for source, final in zip(columns, shuffled, strict=True):
-            np.copyto(near, source)  # in order, which brings the column into the cache that is then read at random
+            np.copyto(near, source)  # read in order, which brings the column into the cache for the random reads
             torch.index_select(torch.from_numpy(near), 0, self._order, out=torch.from_numpy(final))
         return shuffled
 
@@ -271,7 +271,7 @@ def _may_be_scalar(part: IdColumn, table: pa.Table) -> bool:
 
 
 def _fill_floats(part: FloatColumn, table: pa.Table, out: np.ndarray) -> pa.Array | None:
-    """Write what becomes of a column, or of its condition, to `out`; return it as it was, None where there is none."""
+    """Convert a column, or the values of its condition, into `out`; return it unconverted, None if there is none."""
     if part.condition is not None:
         column = whole(part.condition.mask(table))
     elif part.column is not None:
@@ -284,15 +284,15 @@ def _fill_floats(part: FloatColumn, table: pa.Table, out: np.ndarray) -> pa.Arra
 
 
 def _permute_lists(order: torch.Tensor, lengths: np.ndarray, source: _Lists, into: _Lists) -> np.ndarray:
-    """Write lists in another order into other memory; return their lengths."""
+    """Write lists in a new order into other memory; return their lengths in that order."""
     if are_compiled():
         return permute_lists(order.numpy(), lengths, source, into)
-    import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm; processes that decode by compiled loops need it not)
+    import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm; processes with compiled loops never get here)
 
     tensors = [None if array is None else torch.from_numpy(array) for array in (lengths, *source)]
     values_out, weights_out = into
     lengths_out, at = np.empty_like(lengths), 0
-    # The operator returns new tensors. In blocks, they are small enough for the allocator to use memory again.
+    # The operator returns new tensors. For a block of lists, they are small enough for the allocator to reuse memory.
     for start in range(0, len(order), _PERMUTED_AT_ONCE):
         block = order[start : start + _PERMUTED_AT_ONCE]
         moved = torch.ops.fbgemm.permute_1D_sparse_data(block, *tensors, None)
@@ -306,10 +306,10 @@ def _permute_lists(order: torch.Tensor, lengths: np.ndarray, source: _Lists, int
 
 
 def _joined_tables(tables: list[pa.Table]) -> list[pa.Table]:
-    """Return tables of one schema as one, where Arrow can: a dictionary may be too small for the values of all.
+    """Return tables of one schema joined into one, if Arrow can: a dictionary's index type may be too small for all.
 
-    Dictionaries of many entries are left apart. They are those of whole row groups, however few rows are taken: to join
-    two of 900,000 texts took 250 MiB and two seconds.
+    Tables whose dictionaries have many entries are not joined. A dictionary is that of the whole row group, however few
+    of its rows are read: joining two of 900,000 texts took 250 MiB and two seconds.
     """
     if len(tables) < 2 or sum(map(_num_entries, tables)) > _JOINED_ROWS:
         return tables
@@ -320,7 +320,7 @@ def _joined_tables(tables: list[pa.Table]) -> list[pa.Table]:
 
 
 def _num_entries(table: pa.Table) -> int:
-    """Return how many entries the dictionaries of a table have."""
+    """Return how many entries the dictionaries of a table have in total."""
     chunks = (chunk for column in table.columns for chunk in column.chunks)
     arrays = (chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in chunks)
     return sum(len(array.dictionary) for array in arrays if pa.types.is_dictionary(array.type))
