@@ -24,10 +24,10 @@ from recsys.tables.row_codes import add_missing_shapes
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Make tensors without memory, and leave random generators as they were, so that training draws the same."""
-    # A model of one's own may draw of Python and NumPy, and torch numbers its fakes of collectives at random.
+    # A user's own model may draw from Python's and NumPy's generators, and torch draws numbers for fake collectives.
     python, numpy = random.getstate(), np.random.get_state()
     add_missing_shapes()
-    # --debug looks for values that are not finite, and fake tensors have none.
+    # --debug checks whether values are finite, and fake tensors have no values.
     with torch.random.fork_rng(devices=[]), torch.autograd.set_detect_anomaly(False), FakeTensorMode():
         try:
             yield
@@ -37,7 +37,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def fake_step(config: Config) -> TrainStep:
-    """Return the step of a config that is not sharded."""
+    """Return the step of a config, with tables that are not sharded."""
     feature = config.model.needs().log_shares_of
     rows = table_of_feature(config, feature).num_embeddings if feature else 0
     return build_step(config, lambda: (torch.zeros(rows), 0))
@@ -51,11 +51,11 @@ def fake_inputs(
     drawn: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[KeyedTensor | None, dict[str, JaggedTensor], Batch]:
-    """Return what the dense half gets for a batch: vectors of rows and of single ids, and the batch.
+    """Return the inputs of the dense half for a batch: vectors of rows, vectors of single ids, and the batch.
 
     Args:
-        bounds: rows at which its micro-batches begin and end. drawn: rows of them that are items to be told apart.
-        dtype: of the vectors.
+        bounds: rows at which its micro-batches begin and end. drawn: how many of its rows are sampled items.
+        dtype: type of the vectors.
     """
     batch = _batch(config, data, rows, bounds)
     if drawn:
@@ -66,7 +66,7 @@ def fake_inputs(
 def _looked_up(
     config: Config, data: DataFacts, rows: int, dtype: torch.dtype
 ) -> tuple[KeyedTensor | None, dict[str, JaggedTensor]]:
-    """Return what the tables give for a batch: vectors of rows, and of single ids."""
+    """Return the output of the tables for a batch: vectors of rows, and vectors of single ids."""
     dims, unpooled = dims_of(config), config.unpooled_tables()
     by_id = {name: dims.pop(name) for name in list(dims) if config.features[name].table in unpooled}
     values = torch.empty(rows, sum(dims.values()), dtype=dtype, requires_grad=True)

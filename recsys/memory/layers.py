@@ -17,8 +17,8 @@ class Layer:
     """One layer of a model.
 
     Attributes:
-        parameters: numbers in its parameters; outputs: elements that its calls in a forward pass give.
-        flops: of the forward pass, a multiply-add counted as two; biases, activation functions and softmax are not.
+        parameters: numbers in its parameters; outputs: elements that all its calls in a forward pass return.
+        flops: of the forward pass; a multiply-add counts as two; biases, activation functions and softmax do not count.
     """
 
     name: str
@@ -31,8 +31,8 @@ class Layer:
 def analyse_layers(module: nn.Module, forward: Callable[[], Any]) -> list[Layer]:
     """Return the layers of a module that compute something, in the order of their first call.
 
-    Counted are Linear, convolutions, MultiheadAttention, EmbeddingBag and Embedding; a TransformerEncoderLayer or
-    another block shows as what it is made of.
+    These are Linear, convolutions, MultiheadAttention, EmbeddingBag and Embedding. A block such as a
+    TransformerEncoderLayer is shown as its parts.
 
     Args:
         forward: calls the module once; under FakeTensorMode it takes no memory.
@@ -92,7 +92,7 @@ def _attention(module: Any, inputs: list[torch.Tensor], output: torch.Tensor) ->
     width = module.embed_dim
     key_dims = (module.kdim or width) + (module.vdim or width)
     projections = 2 * rows * width * width * 2 + 2 * batch * keys * key_dims * width  # of queries, output, keys, values
-    return projections + 2 * 2 * rows * keys * width  # scores, and the sums of values that they weigh
+    return projections + 2 * 2 * rows * keys * width  # scores, and the sums of values weighted by them
 
 
 def _embedding_bag(module: Any, inputs: list[torch.Tensor], output: torch.Tensor) -> int:
@@ -119,7 +119,7 @@ def format_layers(layers: list[Layer], rows: int) -> str:
     """Return the layers as a Markdown section, with their sum.
 
     Args:
-        rows: of the batch that they were counted for.
+        rows: size of the batch that they were counted for.
     """
     lines = [
         f"## Layers: forward pass of {rows:,} rows (a multiply-add is two FLOPs)",

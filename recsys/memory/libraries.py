@@ -7,7 +7,7 @@ from recsys.runtime.loops import are_worth_compiling
 _LIBRARY_BYTES = {"init": 5 << 20, "later": 30 << 20}
 _RANK_ZERO_BYTES = 8 << 20  # rank 0 reads the footers and plans
 _NUMBA_BYTES = 106 << 20  # numba, and the loops over ids that it compiles
-# On a CPU alone: compiled products of halves, and torch.compile with what it keeps.
+# Only on CPUs: compiled kernels for 16-bit products, and torch.compile with what it keeps.
 _AUTOCAST_BYTES, _INDUCTOR_BYTES = 12 << 20, 110 << 20
 
 
@@ -16,7 +16,7 @@ def library_bytes(config: Config, when: str, rank: int, num_threads: int, on_gpu
 
     Args:
         when: "init", up to the end of the initialisation, or "later".
-        num_threads: of this process that decode; 0: others do.
+        num_threads: threads of this process that decode; 0 if other processes decode.
     """
     size = _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES if rank == 0 else 0)
     if when == "init":

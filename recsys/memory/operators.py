@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from recsys.memory.speeds import Speeds
 
-_FEW = 8  # matrices of a batch, up to which each is multiplied by itself
-# Operators by what an element costs; all others are `plain`: they read, add or multiply, and write.
+_FEW = 8  # a batch of up to so many matrices counts as separate products
+# Operators by the cost of an element; all others are `plain`: they read, add or multiply, and write.
 _KINDS = {
     "costly": (
         "sigmoid",
@@ -38,10 +38,10 @@ class Work:
     """The work of a step's operators.
 
     Attributes:
-        num_operators: all that are called, views too.
-        matmuls: by (type, rows, inner, columns) how many; batched: by (type, FLOPs of one) how many matrices.
-        moved: by (kind, bytes) how many operators.
-        sent: bytes that collectives within the model get from this rank, each.
+        num_operators: number of calls, including views.
+        matmuls: number by (type, rows, inner, columns); batched: by (type, FLOPs of one product, products in a batch).
+        moved: number of operators by (kind, bytes).
+        sent: for each collective within the model, the bytes that this rank passes to it.
     """
 
     num_operators: int = 0
@@ -51,7 +51,7 @@ class Work:
     sent: list[int] = field(default_factory=list)
 
     def seconds(self, speeds: Speeds) -> float:
-        """Return the time of products and of bytes moved, without that of calls and collectives."""
+        """Return the time of products and of moving bytes, without the time of calls and collectives."""
         products = sum(n * speeds.matmul_seconds(*shape) for shape, n in self.matmuls.items())
         batches = sum(n * speeds.batched_seconds(*shape) for shape, n in self.batched.items())
         return products + batches + sum(n * speeds.moved_seconds(*operator) for operator, n in self.moved.items())
@@ -61,7 +61,7 @@ class OperatorTrace(TorchDispatchMode):
     """Collects the work of all operators that are called inside it.
 
     Attributes:
-        work: so far.
+        work: that of the operators so far.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class OperatorTrace(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         space, name = func.namespace, func._schema.name.partition("::")[2]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        num_outs = sum(argument.is_out for argument in func._schema.arguments)  # the last; each is a result too
+        num_outs = sum(argument.is_out for argument in func._schema.arguments)  # they come last, and are results too
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         tensors = inputs[: len(inputs) - num_outs] + results
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -99,7 +99,7 @@ class OperatorTrace(TorchDispatchMode):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name by which `Speeds` has a type, such as float32."""
+    """Return the name of a type in `Speeds`, such as float32."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,6 +1,6 @@
-"""Prediction of a rank's memory by phase and kind: arithmetic over a plan and facts of model and data.
+"""Prediction of a rank's memory by phase and kind: arithmetic on a plan and on facts of the model and the data.
 
-Nothing here allocates memory or communicates, so that it can be called dozens of times.
+Nothing here allocates tensors or communicates, so it can be called dozens of times.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,28 +22,28 @@ from recsys.tables.bytes import CHUNK_BYTES, TableBytes, cache_bytes, published_
 from recsys.tables.lookup import is_local
 from recsys.tables.spec import CHUNK_ELEMENTS, Shard
 
-# What a process takes before it holds any tensor of ours. On CPU a run measures its own, and compares above it.
+# What a process takes before it holds any of our tensors. On CPU a run measures its own, and subtracts it from peaks.
 CUDA_CONTEXT_BYTES = 700 << 20  # of a GPU: the context, kernels of torch and FBGEMM
 NCCL_BYTES = 1 << 30  # of a GPU: the channels' buffers of one communicator among many ranks
 ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching allocator holds beyond what lives
 HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
-_TABLE_MODULE_BYTES = 1 << 19  # of a table of a rank: its modules, and what autograd and FBGEMM keep of it
-_MODULES_BYTES = 8 << 20  # of all of them, at most: 200 tables took 11 MiB, and next to none in steps
-# Of processes that decode: the one that forks them, by whether torch is built for CUDA, and each of them.
+_TABLE_MODULE_BYTES = 1 << 19  # of a table on a rank: its modules, and what autograd and FBGEMM keep for it
+_MODULES_BYTES = 8 << 20  # of all tables, at most: 200 tables took 11 MiB, and next to none in steps
+# If processes decode: bytes of the one that forks them, by whether torch is built for CUDA, and of each fork.
 _FORKING_BYTES, _FORKED_BYTES = {False: 176 << 20, True: 301 << 20}, 46 << 20
-# Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
-# of Computer Programming, 2.5), or somewhat more in random runs. Those of steps lie in the training thread's heap.
+# If blocks of many sizes come and go, there is one hole for every two live blocks (the fifty-percent rule; Knuth, The
+# Art of Computer Programming, 2.5), or somewhat more in random runs. Steps leave them in the training thread's heap.
 _HOLES = 0.8
 _GLOO_THREADS = 2  # of a group
 _FILL_BYTES, _FILLED_BYTES = 4 << 20, 25  # temporaries of initial weights: on CPU, and on GPUs for each element
 _SYNCHRONISED_BYTES = 250 << 20  # at once, by DistributedDataParallel when it is made
-# One is trained, one's ids are exchanged, one is copied; without exchanges there are two, and one on CPUs.
+# One is trained, the ids of one are exchanged, one is copied. Without exchanges there are two, on CPUs one.
 _BATCHES_IN_PIPELINE, _BATCHES_ALONE = 3, 2
-_QUEUED_BATCHES = 2  # beside data.prefetch_batches: one that the loader's thread makes, one that is trained
+_QUEUED_BATCHES = 2  # besides data.prefetch_batches: one that the loader's thread makes, one that is trained
 _WIRE_ID_BYTES = 8  # FBGEMM looks up 64-bit ids
 _SORT_BYTES = {"cuda": 36, "cpu": 16}  # for each id looked up: FBGEMM's backward sorts ids with their rows
-_CACHED_ROW_LIST_BYTES = 16  # of host memory for each row of a cached table: Python lists, while FBGEMM makes it
-_RESULT_BYTES = 8  # of a row evaluated, for each binary label; once more of one of them, while all are joined or sent
+_CACHED_ROW_LIST_BYTES = 16  # of host memory for each row of a cached table: Python lists, while FBGEMM sets it up
+_RESULT_BYTES = 8  # of an evaluated row, for each binary label; and for one label again, while all are joined or sent
 
 
 def predict(
@@ -78,7 +78,7 @@ class _Rank:
             self._decoding_processes = self._decoding_threads
         self._tables = rank_tables(config, shards, rank)
         self._table_kinds = sum(self._tables.values(), TableBytes()) + cache_bytes(config, shards)
-        # Alone, what tables of several sharding types give is copied into one tensor; of one type it is that tensor.
+        # On a single rank, outputs of several sharding types are copied into one tensor; a single type needs no copy.
         self._copies_lookups = topology.world_size == 1 and len({shard.sharding_type for shard in shards}) > 1
         rows, self._lookups = dense.rows, Lookups(config, shards, topology.world_size, topology.on_gpu)
         self._eval_rows = evaluated_rows(config, topology.world_size, rows)
@@ -114,25 +114,25 @@ class _Rank:
         return {"vocabularies": {"device": {}, "host": _present(host)}}
 
     def _libraries(self, when: str) -> int:
-        # Evaluations decode by threads, wherever training does.
+        # Evaluations always decode in threads of this process.
         num_threads = 0 if self._decoding_processes and not self._data.eval_rows else self._decoding_threads
         return library_bytes(self._config, when, self._rank, num_threads, self._topology.on_gpu)
 
     def _heaps(self, in_evaluation: bool) -> int:
-        """Return the bytes of heap on CPU beyond live blocks: holes of the training thread's heap, and of gloo's."""
+        """Return the bytes of heap on CPU besides live blocks: holes in the training thread's heap, and in gloo's."""
         if self._topology.on_gpu:
             return 0
         copies, holes = self._gloo_copies(), 0
         ranks_items = self._config.model.needs().item_id is not None
-        # An evaluation frees each layer's blocks next to each other. But ranking items takes and frees many small
-        # blocks, so that the holes of steps stay.
+        # An evaluation frees each layer's neighbouring blocks together. But ranking items allocates and frees many
+        # small blocks, so the holes of steps stay.
         if not in_evaluation or ranks_items:
             looked_up = self.pooled if self.pooled < HEAP_BLOCK_BYTES else 0
             holes = int(_HOLES * (self._dense.heap_bytes + looked_up))
         return holes + (_GLOO_THREADS * copies if copies < HEAP_BLOCK_BYTES else 0)
 
     def _placed(self, device: Bytes, host: Bytes) -> dict[str, Bytes]:
-        """Return a moment's bytes by kind in device and host memory, with those of kinds that are always there."""
+        """Return a moment's bytes by kind in device and host memory, with the kinds that are always there added."""
         tables, on_gpu = self._table_kinds, self._topology.on_gpu
         device = {
             "table_weight": tables.device_weight,
@@ -154,9 +154,9 @@ class _Rank:
         return {"device": _present(device), "host": _present(host)}
 
     def _trained(self) -> Bytes:
-        """Return the bytes that are there from the first step on, beside tables and parameters."""
+        """Return the bytes that are there from the first step on, besides tables and parameters."""
         return {
-            "dense_gradient": self._dense.gradient_bytes,  # of a rank alone, until the next step begins
+            "dense_gradient": self._dense.gradient_bytes,  # on a single rank, until the next step begins
             "dense_optimizer": self._dense.optimizer_bytes[self._rank],
             "blas_workspaces": self._topology.blas_bytes,
             "touched_rows": sum(shard.size[0] for shard in self._shards) if self._config.train.publish.dir else 0,
@@ -171,14 +171,14 @@ class _Rank:
         ahead = batches_ahead(data.prefetch_batches, topology.device)
         queued = ahead + _QUEUED_BATCHES if self._decoding_threads and ahead else 1
         queued += self._batches_in_pipeline - 1 + (0 if topology.on_gpu else self._unread_batches)
-        # Memory of batches of training is kept beside that of an evaluation.
+        # Memory of training batches is kept during an evaluation.
         batches = [(queued, self.batch_bytes), *([self._evaluated_batches(queued)] if in_evaluation else [])]
         if topology.on_gpu:
             batches = [(number, 1 << max(12, (size - 1).bit_length())) for number, size in batches]  # as CUDA locks it
         train = self._config.train
         follows_one = train.eval_every_steps is not None or train.eval_every_epochs is not None
         of_evaluation = self._decoding.eval_later if in_evaluation else self._decoding.eval_kept * follows_one
-        eval_windows = self._data.eval_window_bytes if in_evaluation else 0  # which it gives back
+        eval_windows = self._data.eval_window_bytes if in_evaluation else 0  # freed after it
         processes, decoding = self._decoding_processes, self._decoding
         with_cuda = topology.on_gpu or torch.version.cuda is not None
         in_processes = _FORKING_BYTES[with_cuda] + processes * _FORKED_BYTES + max(decoding.first, decoding.later)
@@ -190,7 +190,7 @@ class _Rank:
         }
 
     def _evaluated_batches(self, queued: int) -> tuple[int, int]:
-        """Return how many batches of an evaluation are there at once, `queued` or all of them, and the bytes of one."""
+        """Return how many evaluation batches exist at once, `queued` or fewer, and the bytes of one."""
         rows = self._eval_rows
         sizes = (self._data.batch_bytes(self._config, rows, means) for means in self._data.evaluated_ids(rows))
         return min(queued, -(-max(self._data.eval_rows.values()) // rows)), max(sizes)
@@ -210,8 +210,8 @@ class _Rank:
         return device, {"cache_lists": cached * _CACHED_ROW_LIST_BYTES}
 
     def _replica_copies(self) -> int:
-        """Return the bytes that DistributedDataParallel copies to synchronise replicated tables; their optimizer state,
-        which is made later and counted already, is subtracted."""
+        """Return the bytes that DistributedDataParallel copies to synchronise replicated tables, less those of their
+        optimizer state, which is counted already but made later."""
         if self._topology.world_size == 1:
             return 0
         replicas = [s for s in self._shards if s.sharding_type == "data_parallel"]
@@ -225,20 +225,20 @@ class _Rank:
         copies = self._background_copies() if goes_on else 0
         in_steps, loader = self._in_steps(), self._loader()
         later = loader["loader_windows"] + loader["loader_decoding"] + sum(in_steps.values())
-        later += self._libraries("later") - self._libraries("init")  # which the first step loads
+        later += self._libraries("later") - self._libraries("init")  # loaded by the first step
         later += self._heaps(in_evaluation=False) + self._data.statistics_bytes
         later += 0 if self._topology.on_gpu else self._topology.blas_bytes
-        if not self._decoding_processes:  # which take that beside this one
+        if not self._decoding_processes:  # processes would have that memory
             loader["loader_decoding"] += max(0, self._decoding.first - later)
         host = {"offloaded_activations": self._dense.host_bytes, "save_copies": copies}
         return {**self._trained(), **in_steps}, {**loader, **host}
 
     def _in_steps(self) -> Bytes:
-        """Return the bytes of temporaries of a step, at its highest moment."""
+        """Return the bytes of a step's temporaries at its highest moment."""
         dense, ranks = self._dense, self._topology.world_size
         copies, buckets = self._gloo_copies(), self._buckets()
         sort = self.exchanged_ids * _SORT_BYTES[self._topology.device.type]
-        # Ids of up to two batches, as sent to the ranks that look them up, and as received; alone, in tables' order.
+        # Ids of up to two batches, as sent to the ranks that look them up, and as received; or one rank's, reordered.
         sent_ids = min(2, self._batches_in_pipeline) * (self.ids + self.exchanged_ids)
         in_flight = {
             "collective_ids": int((self.ids if self._looks_up_alone else sent_ids) * self._data.id_bytes),
@@ -277,9 +277,9 @@ class _Rank:
         return {**in_flight, **highest}
 
     def _updates(self, sort: int) -> list[Bytes]:
-        """Return the temporaries of updates: of tables by FBGEMM, with `sort` bytes, or torch; of the dense part."""
-        # Vectors' gradients are held as received, FP16 in FP32 too, and multiplied by the weights of the step's rows.
-        # Without weights the factor is 1, and FP32 has no second copy.
+        """Return the temporaries of updates: of tables by FBGEMM (`sort` bytes) or by torch, and of the dense part."""
+        # Gradients of vectors are held as received, in FP32 if they came in FP16, and times the weights of the step's
+        # rows. Without weights the factor is 1, and FP32 needs no second copy.
         received, alone = self._lookups.number_bytes / 4, self._topology.world_size == 1
         held = int((received + 2 - (received == 1)) * (self.pooled_gradient if alone else self.looked_up_gradient))
         dense = {"dense_gradient": self._dense.gradient_bytes}
@@ -291,7 +291,7 @@ class _Rank:
         ]
 
     def _gloo_copies(self) -> int:
-        """Return the bytes of gloo's buffers for reducing and gathering: a copy of all that is reduced."""
+        """Return the bytes of gloo's buffers for reducing and gathering: a copy of everything that is reduced."""
         return 0 if self._topology.on_gpu or self._topology.world_size == 1 else self.reduced
 
     def _evaluation(self) -> tuple[Bytes, Bytes]:
@@ -311,14 +311,14 @@ class _Rank:
         return {**self._trained(), **in_steps}, {**loader, "results": results, "save_copies": self._background_copies()}
 
     def _in_evaluation(self, means: Mapping[str, float], eval_bytes: int) -> Bytes:
-        """Return the temporaries of an evaluated batch, whose rows have `means` ids of each feature."""
+        """Return the temporaries of an evaluation batch, whose rows have `means` ids of each feature."""
         rows, in_flight = self._eval_rows, self._batches_in_pipeline * self._topology.on_gpu
         looked_up, _, exchanged_ids = self._lookups.of_ranks(rows, means)
         apart = self._copies_lookups or self._topology.world_size > 1
         return {
             "batches": in_flight * self._data.batch_bytes(self._config, rows, means),
             "lookup_ids": exchanged_ids * (_WIRE_ID_BYTES + 2 * self._data.id_bytes),
-            "looked_up": looked_up if apart else 0,  # else it is what `pooled` is
+            "looked_up": looked_up if apart else 0,  # otherwise it is the same tensor as `pooled`
             "pooled": self._lookups.pooled(rows, means),
             "activations": eval_bytes + items_bytes(self._config, self._data, self._topology),
         }

@@ -20,7 +20,7 @@ def table_entries(
     """Return the report's entry of each table with a shard on `rank`: predicted and measured bytes.
 
     Args:
-        weights: by table; states: by TABLE/STATE; ShardedTensors, or tensors that every rank holds.
+        weights: by table. states: by TABLE/STATE. Both hold ShardedTensors, or tensors that every rank has whole.
     """
     entries = []
     for name, predicted in rank_tables(config, shards, rank).items():
@@ -46,9 +46,9 @@ def _held_bytes(*values: Any) -> int:
 
 
 def predict_dense(dense: Any, config: Config, world_size: int) -> dict[str, Any]:
-    """Return the bytes of the dense part, a `DenseHalf`, from its parameters' shapes, before a step has been run.
+    """Return the bytes of `dense`, a `DenseHalf`, from the shapes of its parameters, before any step has been run.
 
-    With several ranks, `DenseHalf.sums` counts among the gradients. `optimizer_bytes` is a tuple by rank.
+    With several ranks, the gradients include `DenseHalf.sums`. `optimizer_bytes` is a tuple by rank.
     """
     shapes = [p.shape for p in dense.model.parameters() if p.requires_grad]
     sharded = shards_dense(config, world_size)
@@ -66,7 +66,7 @@ def predict_dense(dense: Any, config: Config, world_size: int) -> dict[str, Any]
 
 
 def _dense_state_elements(shape: torch.Size, optimizer: DenseOptimizerConfig) -> int:
-    """Return the FP32 numbers that an optimizer keeps for a parameter, counters and norms among them."""
+    """Return how many FP32 numbers an optimizer keeps for a parameter, including counters and norms."""
     match optimizer.name:
         case DenseOptimizer.adam | DenseOptimizer.adamw:
             return 2 * shape.numel() + 1
@@ -82,9 +82,9 @@ def _dense_state_elements(shape: torch.Size, optimizer: DenseOptimizerConfig) ->
 
 
 def dense_update_bytes(dense: Any, config: Config) -> int:
-    """Return what a step of the dense part's optimizer takes beside its state: the updates of one parameter or of all.
+    """Return the bytes that a step of the dense optimizer needs besides its state: updates of one parameter or of all.
 
-    Optimizers that can be sharded are fused, and take nothing.
+    Optimizers that can be sharded are fused, and need none.
     """
     sizes = [4 * p.numel() for p in dense.model.parameters() if p.requires_grad]
     match config.optimizer.dense.name:
@@ -92,16 +92,16 @@ def dense_update_bytes(dense: Any, config: Config) -> int:
             return max(sizes, default=0)
         case DenseOptimizer.lamb:
             return sum(sizes)
-    return 0  # fused: each number as it is read
+    return 0  # fused: each number is updated as it is read
 
 
 def measure_dense(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, slices: Iterable[torch.Tensor] | None = None
 ) -> Bytes:
-    """Return the bytes of a model's parameters as its tensors are; the optimizer may have others besides.
+    """Return the measured bytes of a model's parameters, gradients and optimizer state; the optimizer may have others.
 
     Args:
-        slices: what this rank's optimizer trains of them; default: all.
+        slices: the parts of the parameters that this rank's optimizer trains; default: all of them.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     trained = parameters if slices is None else slices
@@ -123,5 +123,5 @@ def gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def storage_bytes(tensors: Any) -> int:
-    """Return the bytes of the storages of tensors, each once."""
+    """Return the bytes of the storages of tensors, each counted once."""
     return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())

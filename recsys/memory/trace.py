@@ -1,4 +1,4 @@
-"""A step on fake tensors: bytes of the dense part before anything is trained, and predictions made with them."""
+"""A step on fake tensors: the bytes of the dense part before training, and predictions made with them."""
 
 import math
 import weakref
@@ -34,20 +34,20 @@ from recsys.tables.spec import Shard, vector_type
 _MOST_ROWS = 1 << 24  # of a rank
 _PRECISION = 0.02  # of the largest batch that fits
 _TRACED_MICRO_BATCHES = 2  # each further one only adds its share of the pooled gradients
-_LAYER_ROWS = 1 << 17  # for which layers are counted; counts for more rows are proportional
-_MOST_TRACED = 16  # micro-batches, where the loss compares all rows
+_LAYER_ROWS = 1 << 17  # at most so many rows are traced to count layers; counts for more rows are proportional
+_MOST_TRACED = 16  # micro-batches, if the loss compares all rows
 
 
 def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -> DenseFacts:
     """Return the bytes of the dense part for `rows` rows of a rank on a device, from a step on fake tensors.
 
-    A process group of the number of ranks must be there, such as that of `rehearse_world`.
+    It needs a process group of as many ranks as the run has, such as that of `rehearse_world`.
     """
     with fake_tensors():
         step = fake_step(config)
         step.dense.model.rehearse(device)
         step.dense.gate.output_dtype = vector_type(config, device.type == "cuda")
-        # As CPUs compute layers. Models that go part by part are not among them: their peaks agree without.
+        # CPUs compute layers in halves. `PartByPart` models are left out: their predicted peaks are right without it.
         if device.type == "cpu" and is_in_halves(step.dense.model, config) and step.dense.model.loss_by_rows:
             sum_in_halves(step.dense.model, dist.get_world_size())
         offloaded: list[int] = []
@@ -73,7 +73,7 @@ class _Counted(Offload):
     """Counts the bytes that would be kept on the host; tensors are dropped, and come back without content.
 
     Args:
-        sizes: gets an entry for this forward pass, in bytes; CUDA locks powers of two.
+        sizes: an entry for this forward pass is added, in bytes; CUDA locks powers of two.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], sizes: list[int]) -> None:
@@ -98,7 +98,7 @@ def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int, dev
         micro = max(1, min(micro, by_ids))
     step.train()
     if not step.dense.model.loss_by_rows:
-        micro = max(micro, -(-rows // _MOST_TRACED))  # smaller ones take hardly less
+        micro = max(micro, -(-rows // _MOST_TRACED))  # smaller ones need hardly less
     if not step.dense.model.loss_by_rows or rows <= (_TRACED_MICRO_BATCHES + 1) * micro:
         return _traced(config, data, step, rows, (*range(0, rows, micro), rows), device)
     traced = micro * _TRACED_MICRO_BATCHES
@@ -110,11 +110,11 @@ def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int, dev
 def _traced(
     config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...], device: torch.device
 ) -> tuple[int, int]:
-    """Return the peak of live bytes in the dense half beside parameters, their gradients and inputs, and the most of
-    them in the heap.
+    """Return the peak of live bytes in the dense half, apart from parameters, their gradients and inputs; and the peak
+    of those in the heap.
 
     Raises:
-        UserError: a model of the user's own asks what its numbers are, or gives no vectors that can be ranked.
+        UserError: a user's own model branches on values, or does not return vectors that can be ranked.
     """
     parameters = list(step.dense.parameters())
     for parameter in parameters:
@@ -136,23 +136,23 @@ def _traced(
         ) from error
     if not step.training and config.model.needs().item_id is not None:
         check_vectors(output.outputs, rows, config.model.needs().vector_dim)
-    if dist.get_world_size() > 1:  # gradients are views of exchange buffers, which always live
+    if dist.get_world_size() > 1:  # gradients are views of exchange buffers, which are always there
         return live.peak, live.heap_peak
     gradients = gradient_bytes(parameters)
     return max(0, live.highest - gradients), live.heap_peak
 
 
 class LivePeak(TorchDispatchMode):
-    """Counts the bytes of storages that operators make inside it, while they live.
+    """Counts the bytes of live storages that operators inside it have made.
 
     Args:
         outside: tensors whose memory is not counted, such as a model's parameters and its inputs.
-        apart: bytes, of those that live, which are accounted for elsewhere; asked at every new peak.
-        on_gpu: what operators take there while they compute counts too; on CPUs it is little.
+        apart: returns how many of the live bytes are accounted for elsewhere; called at every new peak.
+        on_gpu: whether workspaces of operators count too, as on GPUs; on CPUs they are small.
 
     Attributes:
-        live: bytes now; highest: the most that has been; peak: the most that `live` less `apart` has been.
-        heap_peak: the most that the blocks of the heap have taken together.
+        live: bytes now; highest: their peak; peak: that of `live` less `apart`.
+        heap_peak: peak of the bytes in blocks of the heap.
     """
 
     def __init__(
@@ -197,11 +197,11 @@ class LivePeak(TorchDispatchMode):
 
 
 def layer_page(config: Config, data: DataFacts, rows: int) -> str:
-    """Return the table of the layers of tables and dense part, for `rows` rows of a rank, as Markdown."""
+    """Return a Markdown table of the layers, those of embedding tables and of the dense part, for a rank's `rows`."""
     traced = min(rows, _LAYER_ROWS)
     with fake_tensors():
         step = fake_step(config).eval()
-        step.dense.model.rehearse(torch.device("cuda"))  # pairs of vectors at once, not in a CPU's many blocks of rows
+        step.dense.model.rehearse(torch.device("cuda"))  # all pairs of vectors at once, not in a CPU's blocks of rows
         pooled, by_id, batch = fake_inputs(config, data, traced, (0, traced))
         with torch.no_grad():
             layers = analyse_layers(step.dense.model, lambda: step.dense(pooled, [by_id], batch))
@@ -223,7 +223,7 @@ def _table_layers(config: Config, data: DataFacts, rows: int) -> list[Layer]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted memory of all ranks, and the facts that it follows from."""
+    """The predicted memory of all ranks, and the facts it is based on."""
 
     ranks: list[RankMemory]
     data: DataFacts
@@ -237,7 +237,7 @@ def predict_run(config: Config, data: DataFacts, topology: Topology, shards: Seq
 
 
 def largest_batch(config: Config, data: DataFacts, topology: Topology, shards: Sequence[Shard]) -> int:
-    """Return the largest global batch that fits under a plan, to a fiftieth; 0 where none does."""
+    """Return the largest global batch that fits under a plan, to within 2 %; 0 if none fits."""
 
     ranks, drawn = topology.world_size, sampled_rows(config, topology.world_size)
 
@@ -258,16 +258,16 @@ def largest_batch(config: Config, data: DataFacts, topology: Topology, shards: S
 
     base = max(64, rank_rows(config, ranks), 4 * (config.train.micro_batch_size or 0))
     low = search(_by_rows(base, rehearsed))
-    low = search(_by_rows(max(base, low // 4), rehearsed))  # near what has been found, where it is exact
+    low = search(_by_rows(max(base, low // 4), rehearsed))  # measured near the result, where it is exact
     if low and not fits(low, rehearsed(low)):
         low = search(rehearsed, low)
     return max(0, low - drawn) * ranks
 
 
 def _by_rows(base: int, rehearsed: Callable[[int], DenseFacts]) -> Callable[[int], DenseFacts]:
-    """Return the dense part's bytes as a function of a rank's rows, from three steps.
+    """Return the dense part's bytes as a function of a rank's rows, from rehearsals of three sizes.
 
-    They are linear in the rows, or square where the loss compares all rows of a batch with each other.
+    Bytes are linear in the rows, or quadratic if the loss compares all rows of a batch with each other.
     """
     rehearsals = [rehearsed(base << i) for i in range(3)]
 
@@ -290,14 +290,14 @@ def _by_rows(base: int, rehearsed: Callable[[int], DenseFacts]) -> Callable[[int
 
 
 def _parabola(x: float, values: Sequence[int]) -> int:
-    """Return the value at `x` of the parabola through three values at 1, 2 and 4, 0 where that is negative."""
+    """Return the value at `x` of the parabola through three values at 1, 2 and 4, or 0 if that is negative."""
     y0, y1, y2 = values
     y = y0 * (x - 2) * (x - 4) / 3 - y1 * (x - 1) * (x - 4) / 2 + y2 * (x - 1) * (x - 2) / 6
     return max(0, int(y))
 
 
 class Demand(NamedTuple):
-    """The peak of a GPU, a process or the processes of a machine, and the bytes available there."""
+    """The predicted peak of a GPU, of a process or of a machine's processes, and the bytes available there."""
 
     where: str
     size: int
@@ -316,7 +316,7 @@ class Demand(NamedTuple):
 
 
 def demands(ranks: Sequence[RankMemory], topology: Topology) -> Iterator[Demand]:
-    """Yield what each GPU needs, or each process with a budget; and each machine that has less than these budgets."""
+    """Yield the demand of each GPU, or of each process with a budget; and of each machine, unless budgets limit it."""
     for rank in ranks:
         if topology.on_gpu:
             size, phase = rank.peak("device")

@@ -1,29 +1,29 @@
-"""Memory that operators take on GPUs beside what they read and give, and give back when they are done."""
+"""Memory that GPU operators need besides their inputs and results, and free when they are done."""
 
 import math
 from typing import Any
 
 import torch
 
-# Of torch's sums (ATen/native/cuda/Reduce.cuh): threads of a block and of a multiprocessor, how many numbers a thread
-# is to add up, and multiprocessors, as an H100 has.
+# Constants of torch's sums (ATen/native/cuda/Reduce.cuh): threads of a block, a multiprocessor and a warp, the least
+# and the most numbers that a thread adds up; and the multiprocessors of an H100.
 _BLOCK, _PROCESSOR, _WARP, _LEAST, _MOST = 512, 2048, 32, 16, 256
 _PROCESSORS = 132
 
 
 def workspace_bytes(operator: Any, arguments: tuple[Any, ...]) -> int:
-    """Return what an operator takes besides: a sum over rows, such as the gradient of a bias is, up to 132 MiB."""
+    """Return the bytes of an operator's workspace: up to 132 MiB for a sum over rows, such as a bias's gradient."""
     if operator is not torch.ops.aten.sum.dim_IntList or not arguments[1]:
         return 0
     tensor, dims = arguments[0], sorted(dim % arguments[0].dim() for dim in arguments[1])
     if dims != list(range(len(dims))) or len(dims) == tensor.dim() or not tensor.is_contiguous() or not tensor.numel():
-        return 0  # sums along rows are another case, which takes little
+        return 0  # sums along rows are another case, which needs little
     return _column_sums(math.prod(tensor.shape[: len(dims)]), math.prod(tensor.shape[len(dims) :]))
 
 
 def _column_sums(rows: int, width: int) -> int:
-    """Return what sums of [rows, width] over the rows take: blocks of threads have some rows each, and every thread
-    writes its sums, in FP32, which the last block adds up."""
+    """Return the workspace of a sum of [rows, width] over the rows. Each block of threads has some of the rows; every
+    thread writes its sums in FP32, and the last block adds them up."""
     vector = next(size for size in (4, 2, 1) if width % size == 0)
     most, columns = _BLOCK // vector, width // vector
     across = min(_power(columns, most), _WARP)
@@ -40,5 +40,5 @@ def _column_sums(rows: int, width: int) -> int:
 
 
 def _power(number: int, most: int) -> int:
-    """Return the greatest power of two up to a number, or `most`."""
+    """Return the greatest power of two up to `number`, but at most `most`."""
     return min(most, 1 << (number.bit_length() - 1))
