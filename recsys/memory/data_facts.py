@@ -23,8 +23,8 @@ from recsys.memory.sample import SAMPLE_ROWS, Sample, rows_by_bytes, stored_rows
 from recsys.runtime.threads import decode_in_processes, decoding_threads, windows_ahead
 
 _NUMBER_BYTES = 8  # of an id, unless it is a text
-_ORDER_BYTES = 12  # of a row of a window that is shuffled, while that is done
-_FEW_WINDOWS, _EPOCHS_SEEN = 4, 4  # of a stream, so that the windows of several epochs are looked at, and of how many
+_ORDER_BYTES = 12  # of a row of a window, while the window is shuffled
+_FEW_WINDOWS, _EPOCHS_SEEN = 4, 4  # of streams with fewer windows, the windows of so many epochs are looked at
 
 
 def streams_of_a_rank(config: Config, world_size: int) -> int:
@@ -34,7 +34,7 @@ def streams_of_a_rank(config: Config, world_size: int) -> int:
 
 
 def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFacts:
-    """Return the facts by footers and first rows, or without `inputs` by the config."""
+    """Return the facts from footers and first rows, or from the config if there are no `inputs`."""
     biggest = max(table.num_embeddings for table in config.tables.values())
     if inputs is None:
         mean_ids = {name: float(config.features[name].max_length or 1) for name in id_features(config)}
@@ -51,7 +51,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
     sizes = {role: -(-dataset.num_rows // world_size) for role, dataset in inputs.datasets.items()}
     train_rows = sizes.pop("train")
     roles = sizes if {"valid", "test"} & sizes.keys() else {}  # a corpus alone is not evaluated
-    # Beside the windows of the training data there are some that evaluate, and keep their memory for the next time.
+    # Windows of evaluations exist besides those of training, and keep their memory for the next evaluation.
     by_role = {role: _held_rows(inputs, role) for role in ("train", *roles)}
     held, largest, are_all = by_role["train"]
     samples = {role: Sample(inputs, role) for role in roles}
@@ -81,16 +81,16 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
 
 
 def _most_ids(inputs: Inputs, sample: Sample, held: int) -> dict[str, float]:
-    """Return as `_mean_ids` those of the largest batches, where windows hold so many rows at once."""
+    """Return, like `_mean_ids`, the ids of the largest batches, if windows hold `held` rows at once."""
     config, world_size = inputs.config, inputs.world.world_size
     streams = streams_of_a_rank(config, world_size)
-    ahead = windows_ahead(_num_threads(inputs), streams)  # which hold none of a batch's rows
+    ahead = windows_ahead(_num_threads(inputs), streams)  # these hold no rows of the current batch
     at_once = max(streams, held / (1 + ahead) / sample.group_rows)
     return _mean_ids(config, sample.most_ids(rank_rows(config, world_size), at_once), world_size)
 
 
 def _mean_ids(config: Config, means: Mapping[str, float], world_size: int) -> dict[str, float]:
-    """Return the table rows of each feature, of one row of a batch of training, with those for items that are drawn."""
+    """Return the mean table rows of each feature in a row of a training batch, including rows of sampled items."""
     needs = config.model.needs()
     drawn = sampled_rows(config, world_size) / rank_rows(config, world_size)
     of_items = with_experts(config, needs.item_features)
@@ -100,8 +100,8 @@ def _mean_ids(config: Config, means: Mapping[str, float], world_size: int) -> di
 
 
 def of_rank_rows(config: Config, data: DataFacts, world_size: int, rows: int) -> DataFacts:
-    """Return the facts for batches of training of another size: the more rows of a rank's `rows` are items that are
-    drawn, the fewer have the features of users."""
+    """Return the facts for training batches of another size: the larger the share of sampled items in a rank's `rows`,
+    the fewer rows have the features of users."""
     needs, drawn = config.model.needs(), sampled_rows(config, world_size)
     before = 1 - drawn / rank_rows(config, world_size)
     share = min(1.0, drawn / rows)
@@ -115,10 +115,10 @@ def of_rank_rows(config: Config, data: DataFacts, world_size: int, rows: int) ->
 
 
 def _eval_ids(config: Config, means: Mapping[str, Mapping[str, float]]) -> tuple[Mapping[str, float], ...]:
-    """Return `DataFacts.eval_ids`; of a feature that no dataset has, 1.
+    """Return `DataFacts.eval_ids`; a feature that no dataset has counts as one id a row.
 
     Args:
-        means: by role, the table rows of each feature of a row.
+        means: by role, the mean table rows of each feature in a row.
     """
 
     def most(kind: str) -> dict[str, float]:
@@ -136,12 +136,12 @@ def _vocabularies(
 ) -> tuple[int, dict[str, int], dict[str, float]]:
     """Return the bytes of vocabularies, their indices and counts of rows, and `DataFacts.counted_ids`, `counted_texts`.
 
-    Before the data are counted, a vocabulary is taken to have as many ids as the table has rows for, and no more to
-    choose from.
+    Before the data are counted, a vocabulary is assumed to have as many ids as the table has rows for, and the data to
+    have no others.
 
     Args:
-        distinct: about how many distinct ids a feature has, where that is known. text_bytes: of an id of a feature, if
-            it is a text.
+        distinct: approximate number of distinct ids of a feature, if known. text_bytes: mean bytes of an id of each
+            feature whose ids are texts.
     """
     corpus = [] if inputs is None or inputs.corpus is None else [inputs.corpus]
     facts = None if inputs is None else inputs.facts
@@ -153,7 +153,7 @@ def _vocabularies(
     rows = {name: table.num_embeddings - 1 - table.num_buckets for name, table in tables.items()}
     counted = {name: rows[name] for name, table in tables.items() if table.vocabulary is None}
     texts = {config.features[feature].table or "": size for feature, size in text_bytes.items()}
-    # The index of texts has texts of its own.
+    # The index of texts has its own copy of them.
     size = sum(index_bytes(n, int(n * (2 * texts.get(name, 0) or _NUMBER_BYTES))) for name, n in rows.items())
     size += sum(map(_index_bytes, corpus))
     if (feature := config.model.needs().log_shares_of) is not None:
@@ -164,7 +164,7 @@ def _vocabularies(
 
 
 def _shown(inputs: Inputs, sample: Sample, counted: Iterable[str], world_size: int) -> dict[str, list[float]]:
-    """Return `DataFacts.counted_shown`, of tables whose columns have one id a row."""
+    """Return `DataFacts.counted_shown` for tables whose columns have one id a row."""
     rows, features = inputs.datasets["train"].row_groups.num_rows, inputs.config.features
     of_ranks, shown = [int(rows[rank::world_size].sum()) for rank in range(world_size)], dict[str, list[float]]()
     for key in counted:
@@ -179,7 +179,7 @@ def _shown(inputs: Inputs, sample: Sample, counted: Iterable[str], world_size: i
 
 
 def _drawn_bytes(inputs: Inputs) -> int:
-    """Return the bytes of the items, and of their shares, that negatives are drawn from."""
+    """Return the bytes of the items that negatives are drawn from, and of their shares."""
     if not inputs.config.model.needs().sampled_items:
         return 0
     items = inputs.datasets["items"]
@@ -188,7 +188,7 @@ def _drawn_bytes(inputs: Inputs) -> int:
 
 
 def _index_bytes(ids: pa.Array) -> int:
-    """Return the bytes of a list of ids and of its index, which shares numbers with it, and has texts of its own."""
+    """Return the bytes of a list of ids and of its index, which shares numbers with the list but copies texts."""
     return index_bytes(len(ids), ids.nbytes * (2 if is_text(ids.type) else 1))
 
 
@@ -197,20 +197,20 @@ def _num_threads(inputs: Inputs) -> int:
 
 
 def _held_rows(inputs: Inputs, role: str) -> tuple[int, int, bool]:
-    """Return the most rows of windows that a loader's streams hold at once, those of the largest window, and whether
+    """Return the most rows in windows that a loader's streams hold at once, the rows of the largest window, and whether
     all windows of the first epoch are held at once.
 
-    A stream holds the windows that a batch takes rows from, several where they are small, and those decoded ahead.
+    A stream holds the windows of the current batch, several if they are small, and those decoded ahead.
     """
     held, largest, loader = 0, 0, inputs.loader(role)
     epochs, of_epoch = inputs.config.train.epochs if role == "train" else 1, loader.window_rows()
     streams = of_epoch
-    if epochs > 1 and max(map(len, streams), default=0) < _FEW_WINDOWS:  # then other epochs cut them elsewhere
+    if epochs > 1 and max(map(len, streams), default=0) < _FEW_WINDOWS:  # other epochs cut them elsewhere
         streams = loader.window_rows(min(epochs, _EPOCHS_SEEN))
     ahead = windows_ahead(_num_threads(inputs), len(streams))
     of_batch = loader.batch_size / max(1, len(streams))
     for rows, first in zip(streams, of_epoch, strict=True):
-        if not rows:  # of few rows, some streams have none
+        if not rows:  # if there are few rows, some streams have none
             continue
         at_once = ahead + max(1, min(len(first), math.ceil(of_batch * len(rows) / sum(rows))))
         following = islice(cycle(rows), min(at_once, epochs * len(rows)) - 1) if epochs > 1 else []
@@ -221,14 +221,14 @@ def _held_rows(inputs: Inputs, role: str) -> tuple[int, int, bool]:
 
 def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[tuple[int, int, int]]:
     """Return by rank the bytes to decode a dataset's row groups and to make windows of at most `largest` rows: those
-    taken before there are windows and steps, those taken beside these, and how much of the latter stays afterwards."""
+    needed before there are windows and steps, those needed in addition to these, and how many of the latter stay."""
     wanted, dataset = _num_threads(inputs), inputs.datasets[role]
     threads, groups = max(1, wanted), dataset.row_groups
     used = rows_by_bytes(groups)
-    # Row groups are decoded whole, of whatever rows a filter or data.max_rows leaves; only a filter makes them smaller.
+    # Row groups are decoded whole, whatever a filter or data.max_rows leaves out; only a filter shrinks them later.
     stored = stored_rows(dataset)
-    # One that is made is there twice, in the order of the files and shuffled, with the order of its rows; a process
-    # of its own keeps the memory of both, and sends a copy.
+    # A window being made exists twice, in the order of the files and shuffled, with the order of its rows; a separate
+    # process keeps the memory of both, and sends a copy.
     in_processes = role == "train" and decode_in_processes(inputs.config.data.processes, wanted, inputs.world.device)
     of_window = largest * ((1 + in_processes) * sample.row_bytes + _ORDER_BYTES)
     making = threads * of_window
@@ -236,16 +236,16 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
     loader, follows = inputs.loader(role), role == "train" and _reaches_second_epoch(inputs)
     for numbers in loader.row_groups_by_rank():
         read = np.ceil(np.sort(stored[numbers])[::-1]).astype(int)
-        kept_rows = np.sort(used[numbers])[::-1] if dataset.filter else read  # one is kept without those left out
-        is_read_once = len(used) <= CACHED_ROW_GROUPS  # then what is decoded is kept
+        kept_rows = np.sort(used[numbers])[::-1] if dataset.filter else read  # kept ones lack what a filter drops
+        is_read_once = len(used) <= CACHED_ROW_GROUPS  # if so, all decoded row groups are kept
         sizes = [
             sample.decoding_bytes(rows) if is_read_once else _decoding_or_making(sample, rows, of_window)
             for rows in read[:threads].tolist()
         ]
         if threads == 1 and loader.kept_row_groups:
             sizes += map(sample.table_bytes, kept_rows[1:CACHED_ROW_GROUPS].tolist())
-        # Streams are read one after another, and neighbours are often cut from one row group; but where an epoch
-        # follows another, a row group of the one is there while one of the next is decoded.
+        # Streams are read one after another, and neighbours often share a row group. But between two epochs, a row
+        # group of the first is still there while one of the next is decoded.
         apart = CACHED_ROW_GROUPS if follows and not in_processes else 1
         decoding = sum(sizes[:apart]) + min(1.0, len(numbers) / streams) * sum(sizes[apart:])
         in_heaps = sample.small_share(int(read.max(initial=0)))
@@ -258,13 +258,13 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
 
 
 def _decoding_or_making(sample: Sample, rows: int, of_window: float) -> float:
-    """Return what a thread takes at most for a row group of so many rows, beside what it takes to make a window: when
-    it makes one of them they are decoded, and what decoding takes besides is given back."""
+    """Return the most bytes that a thread needs for a row group of so many rows, besides those to make a window. When
+    it makes a window, the row group is decoded already, and the temporaries of decoding are freed."""
     return max(sample.table_bytes(rows), sample.decoding_bytes(rows) - of_window)
 
 
 def _reaches_second_epoch(inputs: Inputs) -> bool:
-    """Return whether rows of a second epoch are read, which is so before the first has been trained on."""
+    """Return whether rows of a second epoch are read; this begins before the first epoch has been trained."""
     train = inputs.config.train
     most = math.inf if train.max_steps is None else train.max_steps * train.global_batch_size
     return train.epochs > 1 and most > inputs.datasets["train"].num_rows / 2
@@ -273,10 +273,10 @@ def _reaches_second_epoch(inputs: Inputs) -> bool:
 def _decoding_by_rank(
     inputs: Inputs, samples: Mapping[str, Sample], largest: Mapping[str, int]
 ) -> tuple[Decoding, ...]:
-    """Return what datasets take by rank.
+    """Return by rank the bytes to decode all datasets.
 
     Args:
-        largest: by role, the rows of the largest window; "train" and what is evaluated.
+        largest: the rows of the largest window by role, for "train" and the evaluated datasets.
     """
     by_role = {role: _decoding(inputs, role, samples[role], rows) for role, rows in largest.items()}
     evaluated = [sizes for role, sizes in by_role.items() if role != "train"]
@@ -288,7 +288,7 @@ def _decoding_by_rank(
 
 
 def _counted_bytes(inputs: Inputs, sample: Sample, tables: Collection[str]) -> int:
-    """Return the bytes to decode, of a row group, the columns of which vocabularies and figures are measured."""
+    """Return the bytes to decode those columns of a row group from which vocabularies and figures are measured."""
     config = inputs.config
     present = [name for name in role_features(config, "train") if name in id_features(config)]
     names = [n for n in present if (config.features[n].table or "") in tables or counts_of(n) in tables]

@@ -1,4 +1,4 @@
-"""The first rows of a dataset, and what they tell of all: bytes, lengths of lists, distinct ids."""
+"""Estimates for a dataset from its first rows: bytes, lengths of lists, distinct ids."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,13 +20,13 @@ from recsys.ids import is_text
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
 
 SAMPLE_ROWS, _EVAL_ROWS = 20_000, 2_000
-_LARGE_BATCH = 2.5  # standard deviations above the mean: ids of the largest of some hundred batches
-_DICTIONARY_PAGE_BYTES = 1 << 20  # at which writers give a dictionary up
-_COUNTED_IDS = 1 << 18  # of a column, to tell how many are distinct: each takes about 80 bytes while they are counted
+_LARGE_BATCH = 2.5  # standard deviations above the mean: ids in the largest of some hundred batches
+_DICTIONARY_PAGE_BYTES = 1 << 20  # size at which writers give a dictionary up
+_COUNTED_IDS = 1 << 18  # ids of a column whose distinct ones are counted, which takes about 80 bytes an id
 _OFFSET_BYTES = 4  # of a text in Arrow
-_LEVEL_BYTES = 2  # by Parquet, of a value: whether it is there; of one in a list once more: whether it begins one
-# Arrow's hash table of the texts of a dictionary: bytes of a slot, slots at first, and how many times as many there are
-# once half of them are taken.
+_LEVEL_BYTES = 2  # of Parquet's level of a value, whether it is null; a value in a list has one more, for the list
+# Arrow's hash table of a dictionary's texts: bytes of a slot, slots at first, and the factor by which their number
+# grows once half of them are taken.
 _SLOT_BYTES, _FIRST_SLOTS, _MORE_SLOTS = 16, 32, 4
 
 
@@ -35,8 +35,8 @@ class _Distinct:
     """Numbers of ids in the first rows of a column.
 
     Attributes:
-        ids: all. counted: the first of these, of which the other numbers are.
-        distinct: different ids. once, twice: those that come once, and twice.
+        ids: all of them. counted: how many of the first ones the following numbers are of.
+        distinct: different ids. once, twice: ids that occur exactly once or twice.
     """
 
     ids: int
@@ -55,9 +55,9 @@ class _Distinct:
         return cls(len(column), len(first), len(counts), once, twice)
 
     def among(self, times: float) -> float:
-        """Return about how many distinct ids so many times the rows hold.
+        """Return about how many distinct ids there are in `times` as many rows.
 
-        What has been seen once and twice tells how many have not been seen (Chao 1984, jstor.org/stable/4615964).
+        The unseen ones are estimated from those seen once and twice (Chao 1984, jstor.org/stable/4615964).
         """
         unseen = self.once * (self.once - 1) / (2 * (self.twice + 1)) if self.ids * times > self.counted else 0
         return min(self.ids * times, self.distinct + unseen)
@@ -67,12 +67,12 @@ class _Distinct:
 class _Column:
     """A column of the first rows: the bytes of its dictionary and of the rest, and the dictionary's entries.
 
-    A file's dictionary is that of its whole row group. Where it grew too large, texts follow in plain, and what Arrow
-    makes of them grows with the rows: then `distinct` is there.
+    A file's dictionary is that of its whole row group. If it grew too large, further texts are stored plain, and
+    Arrow's dictionary grows with the rows: then `distinct` is set.
 
     Attributes:
-        read_bytes: what is there of so many rows, beside what Arrow makes of them, while they are decoded: their bytes
-            in the file, and Parquet's levels.
+        read_bytes: what is held of these rows while they are decoded, besides Arrow's result: their bytes in the file,
+            and Parquet's levels.
     """
 
     dictionary_bytes: int
@@ -85,7 +85,7 @@ class _Column:
     def of(cls, column: pa.ChunkedArray, distinct_of: Callable[[], _Distinct], file_bytes: float) -> "_Column":
         arrays = [chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in column.chunks]
         dictionaries = [array.dictionary for array in arrays if pa.types.is_dictionary(array.type)]
-        sizes = [dictionary.nbytes for dictionary in dictionaries]  # each chunk's may hold more than that before it
+        sizes = [dictionary.nbytes for dictionary in dictionaries]  # a chunk's may be larger than the one before
         largest, entries = max(sizes, default=0), list(map(len, dictionaries)) or [0]
         grows = largest >= _DICTIONARY_PAGE_BYTES or max(entries) > entries[0]
         in_lists = _num_elements(column) if pa.types.is_list(column.type) else 0
@@ -94,16 +94,16 @@ class _Column:
         return cls(largest, max(0, column.nbytes - sum(sizes)), max(entries), distinct, file_bytes + levels)
 
     def entries_among(self, times: float) -> float:
-        """Return the entries of the dictionary of so many times the rows."""
+        """Return the number of entries in the dictionary of `times` as many rows."""
         return self.entries if self.distinct is None else max(self.entries, self.distinct.among(times))
 
     def bytes_among(self, times: float) -> float:
-        """Return what Arrow takes for so many times the rows."""
+        """Return the bytes that Arrow needs for `times` as many rows."""
         return self.dictionary_bytes * self.entries_among(times) / max(1, self.entries) + self.other_bytes * times
 
     def building_bytes(self, times: float) -> float:
-        """Return what it takes, beside that, to decode so many times the rows: buffers are copied as they grow, and at
-        the end, and texts lie in what finds them too."""
+        """Return the bytes needed besides `bytes_among` to decode `times` as many rows: buffers are copied as they grow
+        and at the end, and the hash table holds the texts too."""
         slots = _FIRST_SLOTS
         while self.dictionary_bytes and 2 * self.entries_among(times) >= slots:
             slots *= _MORE_SLOTS
@@ -114,7 +114,7 @@ class Sample:
     """The first rows of a dataset, as a window of the loader holds them."""
 
     def __init__(self, inputs: Inputs, role: str) -> None:
-        spec, dataset = inputs.spec(role).uncounted(), inputs.datasets[role]  # a sample is no training
+        spec, dataset = inputs.spec(role).uncounted(), inputs.datasets[role]  # a sample is not training
         table = read_head(dataset, SAMPLE_ROWS if role == "train" else _EVAL_ROWS)
         self.columns: Columns = convert_table(table, spec, dataset.head)
         self.rows = max(1, table.num_rows)
@@ -126,16 +126,16 @@ class Sample:
             name for name in table.column_names if pa.types.is_list(table.field(name).type) and name not in vectors
         ]
         longer = _longer_lists(dataset, table, lists)
-        # Of rows without lists there is nothing to correct.
+        # Rows without lists need no correction.
         corrected = ", with lists as long as footers tell of all rows" if longer != 1 else ""
         self.source = f"the first {self.rows:,} rows{corrected}"
-        self._at_once = bool(dataset.storage.root)  # else one column after another
+        self._at_once = bool(dataset.storage.root)  # columns are decoded at once, otherwise one after another
         self._num_groups = max(1, len(dataset.row_groups))
         self.group_rows = max(1.0, dataset.row_groups.total_rows / self._num_groups)
         self._heaviest, self._spread = _by_row_group(dataset)
         self._times = {name: longer if name in lists else 1.0 for name in table.column_names}
         in_file = SegmentReader(dataset).file_bytes(dataset.head.number)
-        of_head = self.rows / max(1.0, stored_rows(dataset)[dataset.head.number])  # of rows as long as on average
+        of_head = self.rows / max(1.0, stored_rows(dataset)[dataset.head.number])  # for rows of average length
         self._columns = {
             name: _Column.of(column, partial(self._distinct, name), in_file.get(name, 0) * of_head / self._times[name])
             for name, column in zip(table.column_names, table.columns, strict=True)
@@ -154,8 +154,8 @@ class Sample:
         self.listed = sum(len(x.values) for x in self.columns.lists if isinstance(x, Ragged)) / self.rows * longer
 
     def _length(self, part: IdColumn, lists: Ragged) -> tuple[float, float, float]:
-        """Return how many table rows of a feature of lists a row of data has, with lists as long as in the whole data;
-        and as shares of that the standard deviations of lists in a row group, and of the means of row groups."""
+        """Return how many table rows of a list feature a row of data has, with lists as long as in the whole data;
+        and, as shares of that, the standard deviation within a row group and that of the means of row groups."""
         raw = None if part.column is None else self._table.column(part.column)
         most = part.max_length or math.inf
         if raw is None or not pa.types.is_list(raw.type):
@@ -167,49 +167,49 @@ class Sample:
         return mean, float(spread), self._spread
 
     def mean_ids(self) -> dict[str, float]:
-        """Return the table rows of each feature, of one row of data."""
+        """Return the mean number of table rows of each feature in a row of data."""
         return {name: mean for name, (mean, *_) in self._lengths.items()}
 
     def most_ids(self, of_rows: int, of_groups: float) -> dict[str, float]:
-        """Return the same of the largest batches of so many rows, which are drawn from so many row groups at once."""
-        of_mean = max(0.0, 1 / of_groups - 1 / self._num_groups)  # drawn without replacement: of all there is no spread
+        """Return the same for the largest batches of `of_rows` rows, drawn from `of_groups` row groups at once."""
+        of_mean = max(0.0, 1 / of_groups - 1 / self._num_groups)  # without replacement: no spread if all are drawn
         return {
             name: mean * (1 + _LARGE_BATCH * math.sqrt((within**2 + between**2) / of_rows + between**2 * of_mean))
             for name, (mean, within, between) in self._lengths.items()
         }
 
     def window_bytes(self, num_rows: int, largest: int) -> float:
-        """Return what windows of so many rows in all take, of which the largest has `largest`; 0: others follow none.
+        """Return the bytes of windows of so many rows in all, the largest of which has `largest` (0: none is replaced).
 
-        A block keeps the pages that a window of long lists has used when one of short lists comes to lie there. Since
-        blocks are of powers of two bytes, that is half of what all would take if each had once held the largest.
+        A block keeps the pages that a window of long lists has used when a window of short lists replaces it. Since
+        sizes of blocks are powers of two, that is half of what all would take if each had once held the largest.
         """
         of_groups = max(1.0, largest / self.group_rows)
         kept = (self._heaviest - 1) / 2 / math.sqrt(of_groups) if largest else 0.0
         return num_rows * self.row_bytes * (1 + kept)
 
     def table_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
-        """Return what columns of so many rows take in Arrow, all by default."""
+        """Return the bytes in Arrow of columns (default: all) of so many rows."""
         names = self._columns if columns is None else columns
         return sum(self._columns[name].bytes_among(self._times[name] * num_rows / self.rows) for name in names)
 
     def decoding_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
-        """Return what Arrow takes at its peak to decode columns of so many rows, all by default."""
+        """Return the most bytes that Arrow needs to decode columns (default: all) of so many rows."""
         decoded = building = peak = 0.0
         for name in self._columns if columns is None else columns:
             decoded += self.table_bytes(num_rows, [name])
             own = self._columns[name].building_bytes(self._times[name] * num_rows / self.rows)
-            building = own + building * self._at_once  # else one column after another, and those behind are not there
+            building = own + building * self._at_once  # otherwise buffers are freed after each column
             peak = max(peak, decoded + building)
         return peak
 
     def small_share(self, num_rows: int) -> float:
-        """Return which share of the columns of so many rows, in bytes, lies in blocks of the heap."""
+        """Return the share of the bytes of so many rows' columns that lies in blocks of the heap."""
         sizes = [self.table_bytes(num_rows, [name]) for name in self._columns]
         return sum(size for size in sizes if size < HEAP_BLOCK_BYTES) / max(1.0, sum(sizes))
 
     def text_bytes(self) -> dict[str, float]:
-        """Return by feature the mean bytes of its ids, and of their offsets; of those that are texts alone."""
+        """Return the mean bytes of an id and its offset, for each feature whose ids are texts."""
         sizes = {}
         for name, source in zip(self.names, self._sources, strict=True):
             column = self._table.column(source).slice(0, _EVAL_ROWS) if source is not None else pa.chunked_array([[]])
@@ -222,15 +222,15 @@ class Sample:
         return sizes
 
     def distinct_ids(self, num_rows: int) -> Iterator[float]:
-        """Yield for each feature about how many distinct ids so many rows hold."""
+        """Yield for each feature the approximate number of distinct ids in so many rows."""
         for name in self._sources:
             yield 0.0 if name is None else self._distinct(name).among(num_rows / self.rows)
 
 
 def _by_row_group(dataset: Dataset) -> tuple[float, float]:
-    """Return the bytes of a row in the row group where it has most, and their standard deviation, in units of the mean.
+    """Return the largest bytes of a row in any row group, and their standard deviation, in units of the mean.
 
-    Where users are in the order of what they did, some row groups have longer lists than others.
+    If users are sorted by activity, some row groups have longer lists than others.
     """
     groups = dataset.row_groups
     of_mean = rows_by_bytes(groups) / groups.num_rows
@@ -240,25 +240,25 @@ def _by_row_group(dataset: Dataset) -> tuple[float, float]:
 
 
 def rows_by_bytes(groups: RowGroups) -> np.ndarray:
-    """Return for each row group as many rows of average size as take its memory, where lists differ in length."""
+    """Return for each row group how many rows of average size take its memory, since lists differ in length."""
     rows: np.ndarray = groups.num_bytes * (groups.total_rows / max(1, groups.num_bytes.sum()))
     return rows
 
 
 def stored_rows(dataset: Dataset) -> np.ndarray:
-    """Return as `rows_by_bytes` those that row groups have before a filter or a limit of rows."""
+    """Return what `rows_by_bytes` would return without a filter or a limit of rows."""
     groups = dataset.row_groups
     rows: np.ndarray = rows_by_bytes(groups) * dataset.stored_rows / np.maximum(1, groups.num_rows)
     return rows
 
 
 def _longer_lists(dataset: Dataset, head: pa.Table, lists: Sequence[str]) -> float:
-    """Return how many times as long lists are in a dataset as in its first rows, by the numbers that footers tell.
+    """Return how many times as long lists are in a dataset as in its first rows, by the numbers in footers.
 
-    Rows often come in the order of time, or of users by what they did: the first ones are not like the others.
+    Rows are often sorted by time, or by the activity of users, so the first ones differ from the others.
 
     Args:
-        lists: columns of lists. Those of vectors, which are all as long, are not among them.
+        lists: columns of lists, without columns of vectors, whose lists are all of one length.
     """
     in_head = sum(_mean_length(head.column(name)) for name in lists)
     rows = int(dataset.row_groups.num_rows.sum())

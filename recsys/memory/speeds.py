@@ -1,4 +1,4 @@
-"""How fast a kind of device is, as `recsys calibrate` has measured it: the file that predictions of step time go by."""
+"""Speeds of a kind of device, in the file that `recsys calibrate` writes and predictions of step time use."""
 
 import json
 import math
@@ -13,12 +13,12 @@ from typing import Any
 from recsys.errors import UserError, why
 from recsys.runtime.files import replace_file
 
-SCHEMA_VERSION = 2  # from 2 on a step has `sharding` and `routed`
-KINDS = ("plain", "costly", "indexed", "drawn")  # of operators that are no products
+SCHEMA_VERSION = 2  # 2 added `sharding` and `routed` to the amounts of a step
+KINDS = ("plain", "costly", "indexed", "drawn")  # of operators other than matrix products
 MATMUL_SIDES = (1, 4, 16, 64, 256, 1024, 4096, 16384)  # rows, inner and outer columns of the products that are measured
 BATCHED_SIDES = (4, 8, 16, 32, 64, 128)  # of the square matrices of a batch
-MOST_MATMUL_FLOPS = 1 << 30  # of one; larger ones are as fast
-# What a batch takes to make, and a step beside its operators and exchanges, in proportion to.
+MOST_MATMUL_FLOPS = 1 << 30  # of one product; larger ones are no faster
+# Amounts that the time to make a batch, and the time of a step without operators and exchanges, are proportional to.
 DATA_AMOUNTS = ("step", "feature", "id", "row", "float")
 STEP_AMOUNTS = ("step", "feature", "id", "element", "sharding", "routed", "row", "operator", "parameter")
 
@@ -27,19 +27,19 @@ Curve = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Speeds:
-    """What was measured on ranks that computed at the same time.
+    """Speeds measured on ranks that computed at the same time.
 
     Attributes:
-        device: its name, as torch and the system tell it; device_type: "cpu" or "cuda".
-        ranks, local_ranks: at the same time, and of them on one machine; threads: that compute, of a rank on CPU.
+        device: its name, from torch or the system; device_type: "cpu" or "cuda".
+        ranks: how many; local_ranks: how many of them on one machine; threads: those that compute, of a rank on CPU.
         matmul: by type ("float32", "bfloat16") and "ROWS INNER COLUMNS" the FLOPs a second of a product of matrices.
-        batched: by type, pairs of the FLOPs of one matrix of a batch, and FLOPs a second.
+        batched: by type, pairs of the FLOPs of one product in a batch, and FLOPs a second.
         moved: by kind of operator, pairs of bytes that it reads and writes, and seconds beyond those of a tiny one.
-        exchanged: by collective, pairs of bytes that a rank sends, and seconds; of one rank empty.
-        data: seconds that the training thread waits for a batch, for each of `DATA_AMOUNTS`.
-        step: seconds of a step beside that, its operators' work and its exchanges, for each of `STEP_AMOUNTS`.
-        fits: the trainings that these two come from: seconds a step, measured and by them.
-        versions: of the libraries.
+        exchanged: by collective, pairs of bytes that a rank sends, and seconds; empty for one rank.
+        data: seconds that the training thread waits for a batch, per unit of each of `DATA_AMOUNTS`.
+        step: all other seconds of a step except its operators' work and exchanges, per unit of each of `STEP_AMOUNTS`.
+        fits: the trainings from which `data` and `step` were fitted, with seconds a step, measured and fitted.
+        versions: versions of the libraries.
     """
 
     device: str
@@ -57,7 +57,7 @@ class Speeds:
     versions: Mapping[str, str]
 
     def matmul_seconds(self, dtype: str, rows: int, inner: int, columns: int) -> float:
-        """Return the time of a product of [rows, inner] and [inner, columns], between those of the sizes around."""
+        """Return the time of a product of [rows, inner] and [inner, columns], interpolated between measured sizes."""
         rates = self._rates.get(dtype) or self._rates["float32"]
         sides = [math.log2(side) for side in MATMUL_SIDES]
         places = [_between(sides, math.log2(max(1, side))) for side in (rows, inner, columns)]
@@ -71,7 +71,7 @@ class Speeds:
 
     @cached_property
     def _rates(self) -> dict[str, dict[tuple[int, ...], float]]:
-        """The FLOPs a second at all corners; of products that were too large to measure those of the next smaller."""
+        """The FLOPs a second at all corners; a product too large to measure has those of the next smaller one."""
         rates_by_dtype: dict[str, dict[tuple[int, ...], float]] = {}
         for dtype, measured in self.matmul.items():
             rates = rates_by_dtype[dtype] = {}
@@ -87,11 +87,11 @@ class Speeds:
         return flops * count / max(1.0, interpolate(self.batched.get(dtype) or self.batched["float32"], flops))
 
     def moved_seconds(self, kind: str, num_bytes: float) -> float:
-        """Return the time that an operator of a kind takes for its bytes."""
+        """Return the time that an operator of a kind needs to move its bytes."""
         return interpolate(self.moved[kind], num_bytes)
 
     def exchange_seconds(self, collective: str, num_bytes: float) -> float:
-        """Return the time of a collective in which a rank sends so many bytes."""
+        """Return the time of a collective in which a rank sends `num_bytes`."""
         return interpolate(self.exchanged[collective], num_bytes) if self.exchanged else 0.0
 
     def save(self, path: Path) -> None:
@@ -100,10 +100,10 @@ class Speeds:
 
     @classmethod
     def load(cls, path: Path) -> "Speeds":
-        """Return what a file says.
+        """Return the speeds in a file.
 
         Raises:
-            UserError: there is none, or it is not one of `recsys calibrate`.
+            UserError: the file is missing, or was not written by `recsys calibrate`.
         """
         try:
             content = json.loads(path.read_text())
@@ -122,7 +122,7 @@ class Speeds:
 
 
 def _check(speeds: Speeds) -> None:
-    """Raise an error where something is missing or no number, so that it is found here and not in a prediction."""
+    """Raise an error if something is missing or is not a number, before a prediction uses it."""
     curves = [speeds.batched["float32"], *speeds.batched.values(), *speeds.exchanged.values()]
     curves += [speeds.moved[kind] for kind in KINDS]
     numbers = [
@@ -137,7 +137,7 @@ def _check(speeds: Speeds) -> None:
 
 
 def interpolate(curve: Curve, at: float) -> float:
-    """Return a curve's value at a place above 0, a power between two of its points, and a power beyond the last."""
+    """Return a curve's value at `at` > 0: a power law between points and beyond the last, constant before the first."""
     if len(curve) == 1 or at <= curve[0][0]:
         return curve[0][1]
     logs = [(math.log(x), math.log(max(y, 1e-12))) for x, y in curve]
@@ -147,6 +147,6 @@ def interpolate(curve: Curve, at: float) -> float:
 
 
 def _between(places: Sequence[float], at: float) -> tuple[int, float]:
-    """Return the place before, and how far `at` is on the way to the next; at most at the ends."""
+    """Return the index of the place before `at`, and the share of the way to the next place, from 0 to 1."""
     first = min(max(0, bisect_right(places, at) - 1), len(places) - 2)
     return first, min(1.0, max(0.0, (at - places[first]) / (places[first + 1] - places[first])))

@@ -1,4 +1,4 @@
-"""Prediction of the time of a step: the work of the busiest rank, by measured speeds of devices."""
+"""Prediction of the time of a step, from the work of the busiest rank and measured speeds of devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from recsys.tables.spec import Shard, vector_type
 
 PARTS = ("data", "dense", "tables", "exchange", "rest")
 _OF_TABLES, _OF_DENSE = ("feature", "id", "element", "sharding", "routed"), ("operator", "parameter")
-_TRACED_ROWS = 8192  # at most, of a loss that does not compare all rows; more take as much time a row
+_TRACED_ROWS = 8192  # the most that are traced, unless the loss compares all rows; time is proportional beyond
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Load:
     """The work of the busiest rank in a step.
 
     Attributes:
-        amounts: by the names of `DATA_AMOUNTS` and `STEP_AMOUNTS`.
-        work: of the dense part's operators, for a part of the rows.
-        repeats: how many such parts the rows have.
+        amounts: by the names in `DATA_AMOUNTS` and `STEP_AMOUNTS`.
+        work: that of the dense part's operators, for a part of the rows.
+        repeats: how many such parts make up all rows.
         sent: pairs of a collective and the bytes that this rank sends in it.
     """
 
@@ -44,11 +44,11 @@ class Load:
     sent: tuple[tuple[str, float], ...]
 
     def exchange_seconds(self, speeds: Speeds) -> float:
-        """Return the time of all collectives, one after another."""
+        """Return the time of all collectives, if they run one after another."""
         return sum(speeds.exchange_seconds(*message) for message in self.sent)
 
     def parts(self, speeds: Speeds) -> dict[str, float]:
-        """Return the seconds of a step by `PARTS`."""
+        """Return the seconds of a step for each of `PARTS`."""
         data = sum(self.amounts[name] * speeds.data[name] for name in DATA_AMOUNTS)
         by_name = {name: self.amounts[name] * speeds.step[name] for name in STEP_AMOUNTS}
         tables, dense = (sum(by_name.pop(name) for name in names) for names in (_OF_TABLES, _OF_DENSE))
@@ -67,8 +67,8 @@ class StepTime:
     """How long steps and epochs take.
 
     Attributes:
-        rows: of a step, of all ranks; epoch_rows: of data.train, None where they are not here.
-        price_per_hour: of one of `num_machines`; None: not given.
+        rows: those of a step, over all ranks; epoch_rows: those of data.train, None if the data are not here.
+        price_per_hour: price of one of `num_machines`; None if not given.
     """
 
     load: Load
@@ -91,7 +91,7 @@ class StepTime:
         return (self.price_per_hour or 0) * self.num_machines * seconds / 3600
 
     def sentences(self) -> list[str]:
-        """Return the same in sentences; parts of less than half a per cent are left out."""
+        """Return the figures in sentences; parts below half a per cent are left out."""
         figures, speeds = self.as_json(), self.speeds
         parts = sorted(figures["parts_s"].items(), key=lambda part: -part[1])
         shares = ", ".join(
@@ -115,15 +115,15 @@ class StepTime:
 
 
 def _money(price: float) -> str:
-    """Return a price with two decimals, a small one with its first two digits."""
+    """Return a price with two decimals, or a small one with two significant digits."""
     return f"{price:,.2f}" if price >= 0.1 or not price else f"{price:.2g}"
 
 
 def speeds_of(config: Config, topology: Topology, price_per_hour: float | None) -> Speeds | None:
-    """Return the speeds that `topology.speeds` names; None: it names none.
+    """Return the speeds in the file that `topology.speeds` names; None if it names none.
 
     Raises:
-        UserError: they are not those of such devices, or there is a price and no speed.
+        UserError: they were measured on other devices or on one rank, or there is a price without speeds.
     """
     path = config.topology.speeds
     if path is None:
@@ -150,7 +150,7 @@ def speeds_of(config: Config, topology: Topology, price_per_hour: float | None) 
 def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, shards: Sequence[Shard]) -> Load:
     """Return the work of the busiest rank in a step under a plan.
 
-    A process group of as many ranks must be there, such as that of `rehearse_world`.
+    It needs a process group of as many ranks, such as that of `rehearse_world`.
     """
     rows, ranks = dense.rows, topology.world_size
     dims, features, by_id = dims_of(config), features_by_table(config), config.unpooled_features()
@@ -189,7 +189,7 @@ def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topo
 
 
 def _routed(config: Config, data: DataFacts, topology: Topology, shards: Sequence[Shard]) -> tuple[int, float]:
-    """Return the number of torchrec's sharded lookups, and the ids of a row that they route to ranks.
+    """Return the number of torchrec's sharded lookups, and how many ids of a row they route to ranks.
 
     Lookups by `recsys.tables.lookup` do not count.
     """
@@ -203,7 +203,7 @@ def _routed(config: Config, data: DataFacts, topology: Topology, shards: Sequenc
     if is_local(config, sharding_types, topology.world_size, topology.on_gpu):
         if topology.world_size == 1:
             return 0, 0.0
-        if not has_lists:  # these are left to torchrec there too
+        if not has_lists:  # pooled lists are left to torchrec there too
             names = {kind: of_kind for kind, of_kind in names.items() if kind not in pooled}
     return len(names), sum(data.mean_ids[name] for kind in names for name in names[kind])
 
@@ -211,10 +211,10 @@ def _routed(config: Config, data: DataFacts, topology: Topology, shards: Sequenc
 def _sent(
     data: DataFacts, dense: DenseFacts, ids: float, vectors: Sequence[float], ranks: int, work: Work
 ) -> list[tuple[str, float]]:
-    """Return the bytes of each collective: ids, looked-up vectors and their gradients, gradients of the dense part.
+    """Return (collective, bytes) for ids, looked-up vectors and their gradients, gradients of the dense part.
 
     Args:
-        vectors: bytes of the looked-up vectors, and of their gradients.
+        vectors: bytes of the looked-up vectors, and bytes of their gradients.
     """
     away = (ranks - 1) / ranks
     sizes = (ids * data.id_bytes, *vectors) if any(vectors) else ()
@@ -223,7 +223,7 @@ def _sent(
 
 
 def _dense_work(config: Config, data: DataFacts, rows: int, topology: Topology) -> tuple[Work, float]:
-    """Return the work of a part of the rows, and how many such parts there are."""
+    """Return the dense part's work for a part of the rows, and how many such parts there are."""
     with fake_tensors():
         step = fake_step(config).train()
         model = step.dense.model
@@ -243,7 +243,7 @@ def _dense_work(config: Config, data: DataFacts, rows: int, topology: Topology) 
 def fit_amounts(
     amounts: list[Mapping[str, float]], names: tuple[str, ...], seconds: list[float], weights: list[float]
 ) -> dict[str, float]:
-    """Return the seconds per unit of each amount, none below 0, by least squares of errors relative to `weights`.
+    """Return the seconds per unit of each amount, all from 0 on, by least squares of errors relative to `weights`.
 
     Coordinate descent on the normal equations (Franc et al. 2005, "Sequential coordinate-wise algorithm for the
     non-negative least squares problem").
