@@ -30,9 +30,9 @@ class Advice:
     """What holds memory, and what would help.
 
     Attributes:
-        holders: of the fullest rank by the prediction, with their bytes.
+        holders: what takes most on the fullest rank, with predicted bytes.
         offers: changes of settings. missing: bytes missing over all ranks without them.
-        process: of `Fitter.process`.
+        process: result of `Fitter.process`.
     """
 
     holders: list[tuple[str, int]]
@@ -45,7 +45,7 @@ class Advice:
         return bool(self.missing and self.offers) and not self.offers[0].missing
 
     def lines(self) -> list[str]:
-        """Return it for people."""
+        """Return the advice as lines of text."""
         held = ", ".join(f"{name} {_mib(size)}" for name, size in self.holders)
         lines = [f"the largest holders, by the prediction: {held}"]
         for number, offer in enumerate(self.offers, start=1):
@@ -66,7 +66,7 @@ class Advice:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for programs."""
+        """Return the advice for programs."""
         offers = [offer.as_json() | {"missing": offer.missing} for offer in self.offers]
         holders = [{"name": name, "predicted_bytes": size} for name, size in self.holders]
         missing = {"missing_bytes": self.missing, "first_is_enough": self.first_is_enough}
@@ -76,7 +76,7 @@ class Advice:
 def advise(
     config: Config, data: DataFacts, topology: Topology, seen_bytes: int = 0, inputs: Inputs | None = None
 ) -> Advice:
-    """Return what would make a run fit; arguments as of `Fitter`."""
+    """Return what would make a run fit; for the arguments see `Fitter`."""
     fitter = Fitter(config, data, topology, seen_bytes, inputs)
     return Advice(fitter.holders(), fitter.advice(), fitter.missing(config), fitter.process())
 
@@ -89,10 +89,10 @@ def _in_vain(process: tuple[int, int]) -> str:
 
 
 class Explained:
-    """A context that writes a report of any failure inside; of a lack of memory it raises a UserError with advice.
+    """A context that writes a report of any failure inside; for a lack of memory it raises a UserError with advice.
 
     Attributes:
-        inputs: of the run, as soon as they are open.
+        inputs: those of the run, as soon as they are open.
         folder: RUN/memory, where the report goes, as soon as there is one.
         write: writes the report, with a status and further parts.
     """
@@ -114,7 +114,7 @@ class Explained:
             return
         config, world, timeline = self._config, self._world, self._timeline
         if self.folder is not None and config.memory.snapshot and world.device.type == "cuda":
-            with suppress(OSError):  # memory that has run out is what is to be told
+            with suppress(OSError):  # the error to report is the lack of memory
                 self.folder.mkdir(exist_ok=True)  # reports, which come later, make it otherwise
                 torch.cuda.memory._dump_snapshot(str(self.folder / f"snapshot_rank_{world.rank}.pickle"))
         cause = " ".join(str(error).split())[:300]
@@ -135,14 +135,14 @@ class Explained:
     def _advice(self, seen_bytes: int) -> Advice:
         config = self._config if self.inputs is None else self.inputs.config
         topology = topology_of(config, self._world)
-        if not topology.on_gpu:  # what this process has shown, in place of what one takes elsewhere
+        if not topology.on_gpu:  # measured in this process, instead of the usual figure
             topology = replace(topology, start_bytes=self._timeline.baseline_bytes)
         data = data_facts(config, self.inputs, topology.world_size)
         return advise(config, data, topology, seen_bytes, self.inputs)
 
 
 def limit_memory(config: Config, world: World) -> int | None:
-    """Return the budget of this process in host memory; a budget of its GPU is set in torch's allocator."""
+    """Return this process's budget of host memory, if any; a budget of GPU memory is set in torch's allocator."""
     if config.memory.budget is None:
         return None
     budget = num_bytes("memory.budget", config.memory.budget)
@@ -155,10 +155,10 @@ def limit_memory(config: Config, world: World) -> int | None:
 
 
 def fit_inputs(inputs: Inputs) -> tuple[Inputs, list[Change]]:
-    """Return the inputs with a config that fits into memory, and what has been changed; collective.
+    """Return the inputs with a config that fits into memory, and the changes made; collective.
 
     Raises:
-        UserError: on every rank, when nothing that memory.allow lists is enough.
+        UserError: on every rank, if what memory.allow lists is not enough.
     """
     config, world = inputs.config, inputs.world
     changes = world.from_rank_zero(lambda: _fitting_changes(inputs, topology_of(config, world)))
@@ -181,7 +181,7 @@ def _fitting_changes(inputs: Inputs, topology: Topology) -> list[Change]:
 
 
 def what_fits(fitter: Fitter, fitted: Fit, allow: Sequence[Saver]) -> str:
-    """Return a sentence on how much memory.fit falls short, and what would be enough: `allow` of `Fitter.allowing`."""
+    """Return a sentence on how much memory.fit leaves missing, and what would help; `allow` is of `Fitter.allowing`."""
     names = ",".join(saver.name for saver in allow)
     help_ = f"memory.allow=[{names}] would be enough" if allow else "nothing that memory.allow can list is enough"
     otherwise = "otherwise use more ranks, smaller tables or a smaller train.global_batch_size"

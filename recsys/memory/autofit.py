@@ -1,4 +1,4 @@
-"""Settings that make a run fit into its memory: the cheapest first, and none that changes what is learned unasked."""
+"""Settings that make a run fit into its memory: the cheapest first, and none that changes results unless allowed."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -18,10 +18,10 @@ from recsys.step.build import build_tables
 from recsys.tables.shard import plan_tables, shards_of
 from recsys.tables.spec import Shard
 
-MARGIN = 0.05  # of the memory there is, that a fitted run leaves: predictions are not exact
+MARGIN = 0.05  # of the memory, left free in a fitted run: predictions are not exact
 _PASSES = 2
 _OF_PROCESS = {"device": ("context",), "host": ("process", "libraries")}  # kinds that no setting makes smaller
-_LEAST_BYTES, _LEAST_SHARE = 1 << 20, 0.02  # that are worth an advice, and of what is still missing with it
+_LEAST_BYTES, _LEAST_SHARE = 1 << 20, 0.02  # advice saves more than so many bytes, or such a share of what is missing
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Fit:
     """A config that fits.
 
     Attributes:
-        changes: from the config that was asked for; before, after: what the fullest rank takes, in bytes.
+        changes: made to the given config; before, after: what the fullest rank needs, in bytes.
         missing: bytes that are still missing, over all ranks.
     """
 
@@ -42,19 +42,19 @@ class Fit:
 
 @dataclass(frozen=True)
 class Offer:
-    """The effect of a change of settings: bytes saved on the fullest rank, and still missing over all ranks."""
+    """The effect of a change of settings: bytes saved on the fullest rank, and bytes still missing over all ranks."""
 
     change: Change
     saved: int
     missing: int
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for programs."""
+        """Return the offer for programs."""
         return {"settings": str(self.change), "cost": self.change.cost, "saved_bytes": self.saved}
 
 
 def planned_shards(config: Config, topology: Topology) -> list[Shard]:
-    """Return the shards of the plan that a run would use; where none fits, of the one that takes least."""
+    """Return the shards of the plan that a run would use; if no plan fits, of the one that needs least."""
     plan = plan_tables(build_tables(config), config, topology, must_fit=False)
     return list(shards_of(plan, config, topology.world_size))
 
@@ -63,13 +63,13 @@ class Fitter:
     """Tries changes of a config on the predicted memory of all ranks.
 
     Args:
-        data: facts of the data, as the config reads them.
+        data: facts of the data for this config.
         topology: its memory is the budget, if there is one.
-        seen_bytes: measured bytes of a CPU rank; by as much as they exceed its prediction, all predictions are raised.
-        inputs: the data, to be looked at again as other windows cut them; None: they cannot be read here.
+        seen_bytes: measured bytes of a CPU rank; if they exceed the prediction, all predictions are raised by as much.
+        inputs: the data, from which facts for other windows are found; None if they cannot be read here.
 
     Attributes:
-        config: as it is before any change.
+        config: the one before any change.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Fitter:
         self.config, self._topology, self._inputs = config, topology, inputs
         self._data = {config.data.window_mib: data}
         self._beyond = 0
-        # Planning and tracing take time, and most changes need only one of them again.
+        # Planning and tracing are slow, and most changes need only one of them again.
         self._shards: dict[str, list[Shard]] = {}
         self._dense: dict[str, DenseFacts] = {}
         if seen_bytes:
@@ -88,7 +88,7 @@ class Fitter:
         """Return the config with the cheapest changes that make it fit, or with those that bring it nearest."""
         chosen: list[Change] = []
         missing = self.missing(self.config)
-        # The peak is in one phase, so a lever may help only once another has lowered the others: hence several passes.
+        # Several passes, since the peak is in one phase: a lever may help only after another has lowered that phase.
         for lever in LEVERS * _PASSES:
             if not missing:
                 break
@@ -115,7 +115,7 @@ class Fitter:
         return Fit(config, chosen, self.fullest(self.config), self.fullest(config, self.config), missing)
 
     def _roomiest(self, change: Change, chosen: Sequence[Change]) -> Change:
-        """Return a change among those chosen with the largest caches that still fit."""
+        """Return one of the chosen changes with the largest caches that still fit."""
         others = [other for other in chosen if other is not change]
         for roomier in roomier_caches(self.config, change):
             if not self.missing(with_changes(self.config, [*others, roomier])):
@@ -123,7 +123,7 @@ class Fitter:
         return change
 
     def offers(self, changes: Sequence[Change]) -> list[Offer]:
-        """Return what each change saves given the others, and the bytes that all of them leave missing."""
+        """Return what each change saves in addition to the others, and the bytes still missing with all of them."""
         config = with_changes(self.config, changes)
         missing, offers = self.missing(config), []
         for change in changes:
@@ -132,15 +132,15 @@ class Fitter:
         return offers
 
     def allowing(self, allowed: Sequence[Saver]) -> list[Saver]:
-        """Return what memory.allow has to list for the run to fit; empty if the run does not fit even so."""
+        """Return what memory.allow has to list for the run to fit; empty if nothing is enough."""
         fitted = self.fit(tuple(Saver))
         used = [change.saver for change in fitted.changes if change.saver is not None]
         return [] if fitted.missing else list(dict.fromkeys([*allowed, *used]))
 
     def advice(self, num: int = 3) -> list[Offer]:
-        """Return the changes that help most: those that are enough, of one setting or of several at once.
+        """Return the changes that help most: those that are enough, whether of one setting or of several at once.
 
-        If none is enough, all changes together come first, then those that save most by themselves.
+        If none is enough, all changes together come first, then those that save most on their own.
         """
         fitted = self.fit(())
         if fitted.missing:
@@ -164,17 +164,16 @@ class Fitter:
         return Offer(change, saved, self.missing(config))
 
     def fullest(self, config: Config, before: Config | None = None) -> int:
-        """Return the most bytes that a rank takes where memory is short: on its GPU, or of its host's.
+        """Return the most bytes that a rank takes of the memory that is shorter: its GPU's or the host's.
 
         Args:
-            before: the config whose shortest memory is meant, since changes may move the shortage, say to host memory.
-                Default: `config`.
+            before: decides which memory is shorter, since changes may move the shortage; default: `config`.
         """
         where = self._where(self._ranks(before or config))
         return max(rank.peak(where)[0] for rank in self._ranks(config))
 
     def shortage(self, config: Config) -> str:
-        """Return in words how much the fullest rank takes of the memory that is short, and how much it has of that."""
+        """Return in words how much the fullest rank takes of the memory that is shorter, and how much it has."""
         where = self._where(self._ranks(config))
         size, available = (
             f"{num_bytes / 2**20:,.0f} MiB" for num_bytes in (self.fullest(config), self._available(where))
@@ -182,7 +181,7 @@ class Fitter:
         return f"{size} of {available} {'on its GPU' if where == 'device' else 'of host memory'}"
 
     def holders(self) -> list[tuple[str, int]]:
-        """Return the five that take most at the peak of the fullest rank: tables by name, all else by kind."""
+        """Return the five largest holders at the peak of the fullest rank: tables by name, all else by kind."""
         ranks = self._ranks(self.config)
         where = self._where(ranks)
         rank = max(ranks, key=lambda memory: memory.peak(where)[0])
@@ -196,7 +195,7 @@ class Fitter:
         return sorted(sizes.items(), key=lambda pair: -pair[1])[:5]
 
     def process(self) -> tuple[int, int]:
-        """Return the bytes that a process takes before it holds tables or batches, and those that it may take."""
+        """Return the bytes that a process takes before it holds tables or batches, and the bytes that it may take."""
         ranks = self._ranks(self.config)
         where = self._where(ranks)
         kinds = max(ranks, key=lambda rank: rank.peak(where)[0]).phases["step"][where]
@@ -217,16 +216,16 @@ class Fitter:
         if kernels not in self._shards:
             self._shards[kernels] = planned_shards(config, self._topology)
         dims = [table.embedding_dim for table in config.tables.values()]
-        layers = repr((config.model, config.train, config.precision, dims, data.most_ids))  # windows decide the last
+        layers = repr((config.model, config.train, config.precision, dims, data.most_ids))  # windows change the last
         if layers not in self._dense:
             self._dense[layers] = rehearse(config, data, rows, self._topology.device)
         return predict(config, data, self._dense[layers], self._topology, self._shards[kernels])
 
     def data_of(self, config: Config) -> DataFacts:
-        """Return the facts of the data as the windows of a config cut them."""
+        """Return the facts of the data for the windows of a config."""
         size = config.data.window_mib
         if size not in self._data:
-            # A row group stays whole, and a batch takes rows of many small windows: only the order tells what is held.
+            # What is held depends on the order: a row group stays whole, and a batch has rows of many small windows.
             asked = replace(self.config, data=replace(self.config.data, window_mib=size))
             inputs = copy(self._inputs)
             if inputs is not None:
@@ -236,7 +235,7 @@ class Fitter:
         return self._data[size]
 
     def missing(self, config: Config) -> int:
-        """Return the bytes by which ranks and machines exceed their memory less the margin."""
+        """Return by how many bytes ranks and machines exceed their memory less the margin, in all."""
         places = demands(self._ranks(config), self._topology)
         needs = ((place.size + self._beyond * place.num_ranks, place.there) for place in places)
         return sum(max(0, size - int(there * (1 - MARGIN))) for size, there in needs)

@@ -1,4 +1,4 @@
-"""`--dry-run`: the plan and memory of a run, for machines that need not be here."""
+"""`--dry-run`: the plan and the memory of a run, also for machines other than this one."""
 
 import time
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +29,7 @@ from recsys.runtime.threads import decode_in_processes, decoding_threads
 from recsys.runtime.world import World, rehearse_world
 from recsys.tables.spec import Shard
 
-SCHEMA_VERSION = 4  # from 4 on `changes` are what memory.fit changes, by name, and sentences no more
+SCHEMA_VERSION = 4  # from 4 on, `changes` holds settings by name instead of sentences
 _APART = 0.02  # ranks that differ by less are shown as one
 
 
@@ -38,9 +38,9 @@ class Fitted:
     """The result of memory.fit.
 
     Attributes:
-        changes: of settings, with what each saves; not enough where bytes are `missing`, over all ranks.
-        allow: what memory.allow has to list for the run to fit, where it does not.
-        advice: where it does not fit, what was found and what to do.
+        changes: of settings, with what each saves. missing: bytes still missing with them, over all ranks.
+        allow: if it does not fit, what memory.allow has to list for the run to fit.
+        advice: if it does not fit, what was found and what to do.
     """
 
     changes: list[Offer]
@@ -49,7 +49,7 @@ class Fitted:
     advice: str
 
     def sentences(self) -> list[str]:
-        """Return it for people."""
+        """Return the result as sentences."""
         enough = ", which is not enough" if self.missing else ""
         lines = [f"memory.fit: {x.change} saves {shown(x.saved)}{enough} ({x.change.full_cost})" for x in self.changes]
         return [*lines, f"memory.fit: {self.advice}"] if self.advice else lines
@@ -60,11 +60,11 @@ class DryRun:
     """The result of a dry run.
 
     Attributes:
-        largest_batch: the largest global batch that fits, 0 where none does, None where no memory is given.
+        largest_batch: the largest global batch that fits; 0 if none fits, None if the memory is not known.
         misfits: a sentence for each GPU, process and machine whose memory is not enough.
-        instead: what the device has no kernel for, and what is done in its place; settings without effect.
-        fitted: what memory.fit has changed; None: it is not set.
-        time: of a step; None: `topology.speeds` is not given.
+        instead: what is replaced since the device has no kernel for it, and settings without effect.
+        fitted: result of memory.fit; None if it is not set.
+        time: that of a step; None if `topology.speeds` is not given.
     """
 
     config: Config
@@ -80,12 +80,12 @@ class DryRun:
 
 
 def dry_run(config: Config, price_per_hour: float | None = None) -> int:
-    """Print the plan, the time of a step and the memory by rank; return the exit status: 0 when it fits, 1 when not.
+    """Print the plan, the time of a step and the memory by rank; return the exit status: 0 if it fits, 1 if not.
 
     With `run.dir` set, memory/dry_run.json and memory/dry_run.md are written there.
 
     Args:
-        price_per_hour: of a machine.
+        price_per_hour: price of a machine.
 
     Raises:
         UserError: a mistake in the config, the memory of a GPU that is not known, or a run.dir that cannot be written.
@@ -110,7 +110,7 @@ def dry_run(config: Config, price_per_hour: float | None = None) -> int:
 
 
 def rehearse_run(config: Config, price_per_hour: float | None = None) -> DryRun:
-    """Plan and predict, for the machines of `topology`."""
+    """Return the plan and the prediction for the machines of `topology`."""
     start, topology = time.monotonic(), topology_of(config)
     speeds = speeds_of(config, topology, price_per_hour)
     instead = check_device(config, topology.on_gpu, topology.world_size) + idle_settings(config)
@@ -140,7 +140,7 @@ def rehearse_run(config: Config, price_per_hour: float | None = None) -> DryRun:
 def _fit(
     config: Config, data: DataFacts, topology: Topology, inputs: Inputs | None
 ) -> tuple[Config, DataFacts, Fitted]:
-    """Return the config as changed by memory.fit, the facts of the data as it reads them, and the result of it."""
+    """Return the config as changed by memory.fit, the facts of the data for it, and the result of memory.fit."""
     fitter, allowed = Fitter(config, data, topology, inputs=inputs), config.memory.allow
     fit = fitter.fit(allowed)
     allow = fitter.allowing(allowed) if fit.missing else []
@@ -187,7 +187,7 @@ def as_json(result: DryRun) -> dict[str, Any]:
 
 
 def format_dry_run(result: DryRun) -> str:
-    """Return the page for people, as Markdown; its first line is the answer."""
+    """Return the page as Markdown; its first line is the answer."""
     config, topology, prediction = result.config, result.topology, result.prediction
     ranks = prediction.ranks
     lines = [
@@ -218,7 +218,7 @@ def format_dry_run(result: DryRun) -> str:
 
 
 def _answer(result: DryRun) -> str:
-    """Return whether it fits, the tightest place, and the largest batch, in a sentence."""
+    """Return a sentence on whether it fits, where memory is tightest, and the largest batch."""
     topology, largest = result.topology, result.largest_batch
     if largest is None:
         need = max(place.size for place in demands(result.prediction.ranks, topology))
@@ -232,7 +232,7 @@ def _answer(result: DryRun) -> str:
 
 
 def _memory(result: DryRun) -> list[str]:
-    """Return sentences on the memory there is, who says so, and how much of it batches lock."""
+    """Return sentences on how much memory there is, where that figure is from, and how much of it batches lock."""
     topology, ranks = result.topology, result.prediction.ranks
     if topology.host_known:
         host = f"{shown(topology.host_bytes)} of host memory a machine ({topology.sources['host_bytes']})"
@@ -252,7 +252,7 @@ def _memory(result: DryRun) -> list[str]:
 
 
 def _decoding(result: DryRun) -> list[str]:
-    """Return a sentence on who decodes on GPUs, where the number of cores beside them had to be assumed."""
+    """Return a sentence on what decodes data for GPUs, if the number of CPU cores had to be assumed."""
     data, topology = result.config.data, result.topology
     if data.num_threads is not None or torch.cuda.is_available():
         return []
@@ -269,7 +269,7 @@ def _changes(result: DryRun) -> list[str]:
 
 
 def _full_or_idle(result: DryRun) -> list[str]:
-    """Return sentences on GPUs and machines that are too full, that hold no table, and that are not used."""
+    """Return sentences on GPUs and machines that are too full, hold no table, or are not used."""
     topology, lines = result.topology, []
     world, local = topology.world_size, topology.local_world_size
     full = [place for place in demands(result.prediction.ranks, topology) if place.is_too_much]

@@ -14,9 +14,9 @@ from recsys.runtime.machine import Topology
 _WARM_UP = 300  # steps after which heaps and caches have mostly found their size
 _LEAST_SAMPLES, _MOST_SAMPLES = 8, 512
 _LEAST_SECONDS = 0.05  # between two samples, each of which takes up to a millisecond
-_AHEAD = 5  # growth is believed to last for so many times the steps that showed it
-_SLOWER = 0.85  # of its pace in the half before: growth that slows down so much comes to an end
-_NAMED_SHARE = 0.1  # of all growth, from which on a kind is named
+_AHEAD = 5  # growth is assumed to last for so many times the steps that showed it
+_SLOWER = 0.85  # growth whose pace in the later half is below so much of that in the earlier is assumed to end
+_NAMED_SHARE = 0.1  # of all growth: kinds with a larger share are named
 _PROCESS, _GPU, _OTHER = "process", "GPU", "Python's objects and all else"
 
 
@@ -66,14 +66,14 @@ class Growth:
         return self._warning
 
     def _recent(self) -> tuple[np.ndarray, list[dict[str, int]]]:
-        """Return the steps of the later half of the samples, and these."""
+        """Return the later half of the samples, after their steps."""
         if not self._steps:
             return np.empty(0), []
         start = int(np.searchsorted(self._steps, (self._steps[0] + self._steps[-1]) / 2))
         return np.array(self._steps[start:], float), self._samples[start:]
 
     def _slopes(self) -> dict[str, float]:
-        """Return by how many bytes a step each kind grows lately and steadily; empty if there are too few samples."""
+        """Return how many bytes a step each kind has steadily grown lately; empty if there are too few samples."""
         steps, samples = self._recent()
         if len(steps) < _LEAST_SAMPLES:
             return {}
@@ -111,10 +111,10 @@ class Growth:
 
 
 def describe_growth(by_kind: dict[str, int], total: str = _PROCESS) -> str:
-    """Return in words by which kinds memory grows.
+    """Return in words how much memory grows, and which kinds of it.
 
     Args:
-        by_kind: bytes in 1,000 steps.
+        by_kind: growth in bytes per 1,000 steps.
     """
     slopes = {kind: slope for kind, slope in by_kind.items() if kind.startswith(_GPU) == (total == _GPU)}
     grown = slopes.pop(total)
@@ -124,7 +124,7 @@ def describe_growth(by_kind: dict[str, int], total: str = _PROCESS) -> str:
 
 
 def memory_now(device: torch.device, loader_bytes: dict[str, int]) -> dict[str, int]:
-    """Return bytes of this process and of its GPU by kind, as far as they are known in microseconds."""
+    """Return the bytes of this process and of its GPU by kind, as far as they can be read in microseconds."""
     kinds = {_PROCESS: rss(), "Arrow": pa.default_memory_pool().bytes_allocated()}
     kinds |= {f"loader's {kind.removesuffix('_bytes')} blocks": value for kind, value in loader_bytes.items()}
     if device.type == "cuda":
@@ -141,7 +141,7 @@ def _kinds(device: torch.device, loader_bytes: dict[str, int]) -> dict[str, int]
 
 
 def _steady(steps: np.ndarray, values: np.ndarray) -> float:
-    """Return the slope that all samples and either half of them show at least; 0 where ups and downs may make it.
+    """Return the least slope of all samples and of either half; 0 if ups and downs may explain it.
 
     What happens once, such as a first evaluation, raises one half at most.
     """
@@ -166,7 +166,7 @@ def _halves(steps: np.ndarray, values: np.ndarray) -> tuple[float, float]:
 def _slope(steps: np.ndarray, values: np.ndarray) -> float:
     """Return the median slope between samples that lie a sixth of all apart.
 
-    A jump lies between a sixth of these pairs at most; of all pairs, which Theil and Sen take, between up to half.
+    A jump affects a sixth of these pairs at most. It would affect up to half of all pairs, which Theil and Sen use.
     """
     apart = max(1, len(steps) // 6)
     return float(np.median((values[apart:] - values[:-apart]) / (steps[apart:] - steps[:-apart])))

@@ -1,4 +1,4 @@
-"""Changes of settings by which a run takes less memory, from the cheapest to the dearest."""
+"""Changes of settings that make a run need less memory, from the cheapest to the dearest."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
@@ -17,12 +17,12 @@ from recsys.tables.updates import in_fbgemm
 
 _LEAST_ROWS = 32  # of a micro-batch
 _SHARES = 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01  # of a table's rows, in a cache
-_FINE_STEPS = 4  # up to which tables are moved one by one
+_FINE_STEPS = 4  # the first so many tables are changed one by one, then doubling numbers of them
 
 
 @dataclass(frozen=True)
 class Change:
-    """Settings by key, their cost in words, and the saver that memory.allow must list; None: the same is learned."""
+    """Settings by key, their cost in words, and the saver that memory.allow must list (None: learns the same)."""
 
     settings: Mapping[str, Any]
     cost: str
@@ -30,7 +30,7 @@ class Change:
 
     @property
     def full_cost(self) -> str:
-        """The cost, with a note where what is learned changes."""
+        """The cost, with a note if what is learned changes."""
         return self.cost if self.saver is None else f"{self.cost}; what is learned changes"
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ def _micro_batches(config: Config, topology: Topology) -> Iterator[Change]:
 
 def _evaluation(config: Config, topology: Topology) -> Iterator[Change]:
     rows = config.train.eval_batch_size or config.train.global_batch_size
-    least = max(_LEAST_ROWS * topology.world_size, config.data.num_streams)  # a batch takes rows of each stream
+    least = max(_LEAST_ROWS * topology.world_size, config.data.num_streams)  # a batch has rows of each stream
     while rows > least:
         rows = max(least, -(-rows // 4))
         yield Change({"train.eval_batch_size": rows}, "evaluations take longer")
@@ -97,7 +97,7 @@ def _threads(config: Config, topology: Topology) -> Iterator[Change]:
 def _row_wise(config: Config, topology: Topology) -> Iterator[Change]:
     if topology.world_size == 1 or config.run.plan is not None:
         return
-    # Tables that a plan may choose the split of are often whole on a rank too, whatever else there lacks room.
+    # If a plan may choose how to split a table, it often leaves it whole on a rank too, even if little room is left.
     able = {
         name: table
         for name, table in config.tables.items()
@@ -121,7 +121,7 @@ def _caching(config: Config, topology: Topology) -> Iterator[Change]:
         and table.sharding_type is not ShardingChoice.data_parallel
         and table.compute_kernel is ComputeKernel.fused
     }
-    least = 0  # tables that have to go, whatever else takes memory
+    least = 0  # tables that have to go in any case, as all weights exceed the GPUs' memory
     for table in sorted(movables.values(), key=_weight_bytes, reverse=True):
         if excess <= 0:
             break
@@ -143,7 +143,7 @@ def _to_host_memory(tables: Sequence[str]) -> Change:
 
 
 def roomier_caches(config: Config, change: Change) -> Iterator[Change]:
-    """Yield the change with larger caches for the tables that it moves to host memory, the largest first."""
+    """Yield variants of a change with larger caches for the tables it moves to host memory, the largest first."""
     moved = [key.split(".")[1] for key, value in change.settings.items() if value is ComputeKernel.fused_uvm_caching]
     config = with_changes(config, [change])
     for share in _SHARES if moved else ():
@@ -162,7 +162,7 @@ def _weight_bytes(table: TableConfig) -> int:
 
 
 def _largest(tables: Mapping[str, TableConfig], least: int = 0) -> Iterator[list[str]]:
-    """Yield the names of the `least` largest tables, then of more and more, and finally of all."""
+    """Yield the names of the `least` largest tables, then of more and more tables, and finally of all."""
     names = sorted(tables, key=lambda name: _weight_bytes(tables[name]), reverse=True)
     more = 0
     while least + more < len(names):
@@ -197,7 +197,7 @@ def _row_wise_state(config: Config, topology: Topology) -> Iterator[Change]:
 
 
 def _is_accepted(config: Config, table: str, topology: Topology) -> bool:
-    """Return whether the config's sharding, optimizer and type of a table go together."""
+    """Return whether a table's sharding, optimizer and data type can be combined."""
     try:
         check_sharding(config, table, config.tables[table])
         if topology.on_gpu:
@@ -225,7 +225,7 @@ def _autocast(config: Config, topology: Topology) -> Iterator[Change]:
         yield Change(settings, "matrix products have 8 bits", Saver.bf16_autocast)
 
 
-# From the cheapest to the dearest; each gives changes from the weakest to the strongest.
+# From the cheapest to the dearest; each yields changes from the weakest to the strongest.
 LEVERS: tuple[Callable[[Config, Topology], Iterator[Change]], ...] = (
     _evaluation,
     _micro_batches,

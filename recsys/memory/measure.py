@@ -1,4 +1,4 @@
-"""Memory of this process, now and over the time of a run."""
+"""Memory of this process, now and over the course of a run."""
 
 import ctypes
 import os
@@ -34,7 +34,7 @@ def peak_rss() -> int:
     peak = process_bytes("status", "VmHWM")
     if peak is not None:
         return peak
-    # Elsewhere than on Linux, where this would count what a launcher took before it became this program.
+    # Not on Linux: there it would include what a launcher took before it became this program.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -68,10 +68,10 @@ class BudgetExceeded(MemoryError):
 
 @dataclass
 class Span:
-    """A phase, from its begin to its end.
+    """A phase, from beginning to end.
 
     Attributes:
-        start_s, stop_s: seconds since the timeline began; peak_bytes: of resident memory within.
+        start_s, stop_s: seconds since the timeline began; peak_bytes: peak of resident memory between them.
     """
 
     phase: str
@@ -82,20 +82,20 @@ class Span:
 
 
 class Timeline:
-    """Resident memory over the time of a run: a sample ten times a second at most, and the true peak of every phase.
+    """Resident memory over the course of a run: at most ten samples a second, and the true peak of every phase.
 
     Args:
         budget_bytes: resident memory that `check` allows; None: any.
 
     Attributes:
         baseline_bytes: resident memory when it began; step: the one that is being trained, set by the trainer.
-        spans: phases in order; a phase inside another one splits that. Of many, some are dropped, but never the highest
-            of a phase.
+        spans: phases in order; a phase inside another splits the outer one. If there are many, some are dropped, but
+            never the highest of a phase.
         samples: (seconds, bytes), evenly thinned when there are many.
-        device_peaks: by phase, the most that a GPU's allocator gave out in any; empty without.
+        device_peaks: by phase, the most that a GPU's allocator gave out; empty without a GPU.
         seen_bytes: the peak of the last phases at the last `check`.
         failed_phase: the innermost phase that an error ended, if any.
-        device_reserved_peak: the most that it has taken of the GPU; 0 without.
+        device_reserved_peak: the most that the allocator has reserved on the GPU; 0 without a GPU.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
@@ -116,7 +116,7 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what is inside as another phase."""
+        """Count what runs inside as a phase of this name."""
         self._end()
         self._phases.append(name)
         self._begin()
@@ -131,7 +131,7 @@ class Timeline:
             self._begin()
 
     def check(self) -> None:
-        """Raise BudgetExceeded where this process has used more than its budget."""
+        """Raise BudgetExceeded if this process has taken more than its budget."""
         if self._budget is None:
             return
         peak = self.seen_bytes = max(rss(), *(span.peak_bytes for span in self.spans[-_RECENT_SPANS:]))
@@ -141,7 +141,7 @@ class Timeline:
             )
 
     def peak(self) -> Span:
-        """Return the span with the peak of all so far, with the step of the peak."""
+        """Return the span with the highest peak so far; its step is that of the peak."""
         self._end()
         self._begin()
         with self._lock:
@@ -198,7 +198,7 @@ class Timeline:
         self.spans = kept
 
     def _observe(self) -> None:
-        """Take the peak of the current span, and the step that it rose in."""
+        """Record the peak of the current span, and the step in which it rose."""
         span, now = self.spans[-1], max(peak_rss(), rss())
         if now > span.peak_bytes:
             span.peak_bytes, span.step = now, self.step
@@ -214,13 +214,13 @@ class Timeline:
 
 
 def process_memory(device: torch.device, timeline: Timeline) -> dict[str, Any]:
-    """Return this process's memory now and at its peak, Arrow's, and that of the GPU if there is one."""
+    """Return the memory of this process, of Arrow in it, and of the GPU if there is one: now and at the peak."""
     on_gpu, now = device.type == "cuda", rss()
     peaks = timeline.device_peaks.values()
     return {
         "rss_bytes": now,
         "peak_rss_bytes": max(timeline.peak().peak_bytes, now),
-        "pss_bytes": process_bytes("smaps_rollup", "Pss"),  # with pages of several processes shared out among them
+        "pss_bytes": process_bytes("smaps_rollup", "Pss"),  # a page of several processes is divided among them
         "locked_bytes": process_bytes("status", "VmLck"),
         "arrow_bytes": pa.default_memory_pool().bytes_allocated(),
         "arrow_peak_bytes": pa.default_memory_pool().max_memory(),

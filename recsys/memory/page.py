@@ -18,7 +18,7 @@ def row(*cells: str) -> str:
 
 
 def when(peak: Mapping[str, Any]) -> str:
-    """Return phase and step of a peak, for people."""
+    """Return the phase and the step of a peak in words."""
     return f"step {peak['step']}" if peak["phase"] == "step" else f"{peak['phase']} at step {peak['step']}"
 
 
@@ -34,8 +34,8 @@ def rank_table(corner: str, rows: Mapping[str, Sequence[Cell]], apart: float) ->
 
     Args:
         rows: by label, a cell for each rank.
-        apart: ranks agree where each of their sizes differs by no more than this share of it, or by a tenth of that
-            share of the table's largest.
+        apart: ranks agree if each of their sizes differs by at most this share of it, or by at most a tenth of this
+            share of the largest size in the table.
     """
     columns = list(zip(*rows.values(), strict=True))
     least = apart / 10 * max((value for column in columns for cell in column for value in _sizes(cell)), default=0)
@@ -64,7 +64,7 @@ def describe_plan(shards: Iterable[Shard]) -> list[str]:
 
 
 def few_lines(lines: list[str]) -> list[str]:
-    """Return the first lines, long ones cut, and the number of the others; a plan may have 1,000 tables or ranks."""
+    """Return the first lines, long ones cut, and a count of the others; a plan may have 1,000 tables or ranks."""
     short = [line if len(line) < 240 else f"{line[:200]} … ({line.count('; ') + 1} pieces)" for line in lines]
     return short if len(lines) <= _SHOWN_LINES else [*short[:_SHOWN_LINES], f"… and {len(lines) - _SHOWN_LINES} more"]
 

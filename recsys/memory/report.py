@@ -1,6 +1,6 @@
 """Memory reports of a run: rank_K.json of every rank, and report.md over all of them.
 
-docs/memory.md tells the meaning of each field.
+docs/memory.md explains each field.
 """
 
 import json
@@ -19,18 +19,18 @@ from recsys.runtime.files import replace_file
 from recsys.runtime.machine import Topology
 
 SCHEMA_VERSION = 2
-DRY_RUN_PAGE, DRY_RUN_JSON = "dry_run.md", "dry_run.json"  # beside what runs write, in the same folder
-_APART = 0.05  # ranks that differ by less are shown as one: what is measured differs from time to time
-# What measured peaks do not hold, since it lies beside what a GPU's allocator gave out, or this process has taken.
+DRY_RUN_PAGE, DRY_RUN_JSON = "dry_run.md", "dry_run.json"  # in the folder of the reports of runs
+_APART = 0.05  # ranks that differ by less are shown as one, since measurements vary
+# Kinds that measured peaks exclude: outside a GPU's allocator, in other processes, or there before the baseline.
 _UNMEASURED = ("context", "allocator_reserve", "process", "loader_processes")
 _COMMUNICATION = ("collective_ids", "lookup_ids", "looked_up", "looked_up_gradient", "pooled", "pooled_gradient")
 
 
 def rank_report(prediction: RankMemory, topology: Topology, timeline: Timeline, loader: Bytes) -> dict[str, Any]:
-    """Return what rank_K.json says of a process: its peaks, what was predicted for them, and what it holds now.
+    """Return the part of rank_K.json on a process: its peaks, measured and predicted, and what it holds now.
 
     Args:
-        loader: host memory of the loader by kind, measured.
+        loader: measured host memory of the loader, by kind.
     """
     process, highest = process_memory(topology.device, timeline), timeline.peak()
     on_gpu = topology.on_gpu
@@ -95,7 +95,7 @@ def tensor_lines(tables: list[dict[str, Any]], dense: dict[str, Bytes]) -> list[
     """Return predicted, measured and error of each kind of tensor.
 
     Args:
-        tables: as `table_entries` gives. dense: "predicted" and "measured" bytes by kind.
+        tables: result of `table_entries`. dense: "predicted" and "measured" bytes by kind.
     """
     sums: dict[str, list[int]] = {}
     for kind in ("weight", "optimizer"):
