@@ -1,7 +1,7 @@
 """Lookups by id on a CPU, by FBGEMM's pooling kernel, which is many times as fast there as its kernel without pooling.
 
-The latter keeps the gradient of each row in a map: 0.5 KiB a row more, and on one core 309 ms where sums of lists of
-one id take 9 (200,000 ids of 32 numbers; 14 and 8 where they are of 3,400 rows).
+The latter keeps the gradient of each row in a map, 0.5 KiB more a row. On one core, 200,000 ids of 32 numbers took it
+309 ms, and 9 ms as sums of lists of one id; with only 3,400 distinct rows, 14 ms and 8 ms.
 """
 
 from itertools import accumulate

@@ -11,12 +11,12 @@ from recsys.tables.spec import Shard
 # such only to INT8).
 WEIGHT_BYTES = {DataType.FP32: 4, DataType.FP16: 2, DataType.FP8: 1}
 _CACHE_BYTES = {DataType.FP32: 4, DataType.FP16: 2, DataType.FP8: 2}  # of an element; FP8 is cached as FP16
-# Of a tensor in a checkpoint, written and read at once: what saving, loading, resharding and exporting hold besides.
+# Part of a checkpoint's tensor that is written or read at once: the extra memory of saving, loading and exporting.
 CHUNK_BYTES = 8 << 20
-PUBLISHED_BYTES = 8 << 20  # of a table's rows, of which publishing gathers at once those that have changed
+PUBLISHED_BYTES = 8 << 20  # part of a table whose changed rows publishing gathers at once
 _ROW_STATE_BYTES = 4  # state of a row is FP32 whatever the weights are
 _STATE_BYTES = {StateType.FP32: 4, StateType.BF16: 2}  # of an element
-_WAYS = 32  # of the cache's sets
+_WAYS = 32  # slots in each of the cache's sets
 _SLOT_BYTES = 8 + 8  # which row a slot holds (lxu_cache_state), and when it was used (lxu_state)
 _CACHED_ROW_BYTES = 4  # which table a row is of (cache_index_table_map), for every row of a cached table
 
@@ -26,7 +26,7 @@ class TableBytes:
     """Bytes of tables in device and host memory, by kind; on CPU the device is the host.
 
     Attributes:
-        cache: rows of tables in host memory that the device holds; metadata: what keeps track of them.
+        device_cache: cached rows of tables in host memory; device_metadata: what keeps track of them.
     """
 
     device_weight: int = 0
@@ -77,9 +77,9 @@ def shard_bytes(config: Config, table: str, rows: int, columns: int, kernel: str
 
 
 def _lookup_groups(config: Config, shards: Iterable[Shard]) -> list[list[Shard]]:
-    """Return a rank's shards by the FBGEMM module that looks them up: those of a group share their tensors' memory."""
+    """Return a rank's shards in groups, one for each FBGEMM module, whose shards share their tensors' memory."""
     groups: dict[tuple[object, ...], list[Shard]] = {}
-    by_id = config.unpooled_tables()  # in a collection for each dimension; see `build_embeddings`
+    by_id = config.unpooled_tables()  # one collection for each dimension; see `build_embeddings`
     for shard in shards:
         settings = config.tables[shard.table]
         key = (
@@ -123,9 +123,9 @@ def rank_tables(config: Config, shards: Iterable[Shard], rank: int) -> dict[str,
 
 
 def published_bytes(config: Config, rank: int, world_size: int) -> int:
-    """Return the bytes that a rank takes to gather and write changed rows for `train.publish`, if all rows changed."""
+    """Return the bytes that a rank needs to gather and write changed rows for `train.publish`, if all have changed."""
     if config.train.publish.dir is None or rank:
         return 0
     largest = max((4 * table.num_embeddings * table.embedding_dim for table in config.tables.values()), default=0)
-    # Rows as gathered, sorted and serialised, of this chunk and the one before; among ranks also as messages.
+    # Rows of this chunk and the one before, as gathered, sorted and serialised; with several ranks also as messages.
     return (4 if world_size == 1 else 6) * min(PUBLISHED_BYTES, largest)

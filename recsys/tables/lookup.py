@@ -19,7 +19,7 @@ from recsys.config.features import has_weighted_ids
 from recsys.runtime.world import World
 from recsys.tables.module_names import config_name
 
-_NO_ID = -1  # in a message, for an empty list
+_NO_ID = -1  # stands for an empty list in a message
 _ONE_EACH, _AT_MOST_ONE, _LISTS = range(3)  # how many ids the lists of a rank's batch have; _LISTS: any number
 
 
@@ -30,7 +30,7 @@ class Cut(torch.autograd.Function):
     def forward(
         ctx: Any, _: torch.Tensor, vectors: torch.Tensor, receive: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        """Return `vectors`; the first argument must require a gradient, else autograd does not call `backward`."""
+        """Return `vectors`; the first argument must require a gradient, or autograd does not call `backward`."""
         ctx.receive = receive
         return vectors.view_as(vectors)
 
@@ -44,17 +44,17 @@ class Cut(torch.autograd.Function):
 class UpdateGate:
     """Holds back the gradients of the tables on this rank until `open`.
 
-    FBGEMM updates a table as soon as its gradient arrives. Here gradients wait behind their exchange over the ranks, so
-    that the exchange itself need not wait until the ranks have agreed on the step.
+    FBGEMM updates a table as soon as its gradient arrives. Here gradients wait after their exchange over the ranks, so
+    the exchange itself need not wait until the ranks have agreed on the step.
 
     Attributes:
-        output_dtype: of the vectors that leave the tables, whatever FBGEMM gives (`plan.fbgemm_output`).
+        output_dtype: type of the vectors that leave the tables, whatever FBGEMM returns (`plan.fbgemm_output`).
     """
 
     output_dtype = torch.float32
 
     def __init__(self) -> None:
-        # Edges in place of tensors: what was looked up for all ranks is large, and not read after its exchange.
+        # Edges instead of tensors: what was looked up for all ranks is large, and not read after its exchange.
         self._waiting: list[tuple[GradientEdge, list[torch.Tensor]]] = []
         self._exchanges: list[dist.Work] = []
 
@@ -77,7 +77,7 @@ class UpdateGate:
         return cut
 
     def open(self, scale: float | torch.Tensor, is_bad: torch.Tensor | None = None) -> None:
-        """Update the tables by the gradients held so far, after `scaled`."""
+        """Update the tables by the gradients held so far, which `scaled` scales."""
         edges = [edge for edge, gradients in self._waiting if gradients]
         gradients = [gradient for _, gradients in self._waiting for gradient in gradients]
         self.close()
@@ -98,19 +98,19 @@ def scaled(
     """Return gradients times a number, or zeros if `is_bad`, a bool tensor of no dimensions, is true."""
     if not isinstance(scale, torch.Tensor) and scale == 1:
         return gradients
-    products = list(torch._foreach_mul(gradients, scale))  # not in place, for two may be the same tensor
+    products = list(torch._foreach_mul(gradients, scale))  # not in place, since two may be the same tensor
     return products if is_bad is None else [product.masked_fill_(is_bad, 0) for product in products]
 
 
 class _KernelLookup:
-    """The kernels of a sharded collection on this rank, and the order of the features that they take."""
+    """The kernels of a sharded collection on this rank, and the order in which they expect features."""
 
     def __init__(self, sharded: Any, shardings: Iterable[Any]) -> None:
         (self._grouped,), (sharding,) = sharded._lookups, shardings
         self._features = sharding.feature_names()
         self._names, self._dims = sharding.embedding_names(), sharding.embedding_dims()
-        self._keys: list[str] = []  # of the batches, whose places in the tables' order follow
-        self._places: list[int] = []
+        self._keys: list[str] = []  # of the batches
+        self._places: list[int] = []  # among these keys, of the features in the kernels' order
         self._places_there = torch.empty(0)  # the same on the device
 
     def _in_order(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -125,7 +125,7 @@ class _KernelLookup:
 
 
 class LocalLookupById(_KernelLookup):
-    """The lookup of torchrec's sharded collection of tables that give a vector for each id, without its exchanges.
+    """The lookup of a sharded torchrec collection with a vector for each id, without its exchanges.
 
     Args:
         sharded: the collection, of one sharding type and one dimension, on a single rank.
@@ -144,13 +144,13 @@ class LocalLookupById(_KernelLookup):
 
 
 class LocalLookup(_KernelLookup):
-    """The lookup of torchrec's sharded collection on a single rank, without its exchanges.
+    """The lookup of a sharded torchrec collection on a single rank, without its exchanges.
 
     The collection splits ids by rank, plans exchanges and waits for them even on a single rank: half a millisecond a
     step, which is 6 to 8 % of a step of 2048 rows.
 
     Args:
-        sharded: the collection, of one sharding type. gate: where gradients by what was looked up wait.
+        sharded: the collection, of one sharding type. gate: where gradients of the looked-up vectors wait.
     """
 
     def __init__(self, sharded: Any, gate: UpdateGate) -> None:
@@ -168,14 +168,14 @@ class LocalLookup(_KernelLookup):
 
 
 class ExchangingLookup(LocalLookup):
-    """The lookup of torchrec's sharded collection where each table is on one of several ranks, with fewer messages.
+    """The lookup of a sharded torchrec collection whose tables each lie on one of several ranks, with fewer messages.
 
     The collection sends sizes, then the lengths of lists, then ids. While no list has more than one id, one message is
-    enough: an id for each row, `_NO_ID` for an empty list, and in front how many ids the lists have. Once any rank has
-    a longer list, all ranks know it from these messages, and leave this and later batches to the collection.
+    enough: a header that says how many ids the lists have, and an id for each row, `_NO_ID` for an empty list. Once any
+    rank has a longer list, all ranks know it from the headers, and leave this and later batches to the collection.
 
     Args:
-        sharded, gate: as of LocalLookup.
+        sharded, gate: see LocalLookup.
     """
 
     def __init__(self, sharded: Any, gate: UpdateGate) -> None:
@@ -187,7 +187,7 @@ class ExchangingLookup(LocalLookup):
         self._widths: list[int] = sharding._dim_sum_per_rank()
 
     def __call__(self, ids: KeyedJaggedTensor) -> KeyedTensor:
-        """Return the sums of the rows of each list, by feature; collective, of batches of as many rows on each rank."""
+        """Return the sums of the rows of each list, by feature; collective, for batches of equal size on all ranks."""
         received = None if self._has_lists else self._exchanged(self._in_order(ids))
         if received is None:
             self._has_lists = True
@@ -198,7 +198,7 @@ class ExchangingLookup(LocalLookup):
 
     @torch.no_grad()
     def _exchanged(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor | None:
-        """Return the ids of this rank's features from all ranks, in their order; None if some rank has a list."""
+        """Return the ids of this rank's features from all ranks, in rank order; None if a list has several ids."""
         list_sizes, by_feature = _one_id_each(ids)
         num_rows, num_ranks = ids.stride(), len(self._sent)
         header = by_feature.new_full((1,), list_sizes)
@@ -217,15 +217,15 @@ class ExchangingLookup(LocalLookup):
 
 
 class SendBack(torch.autograd.Function):
-    """Sends vectors to the ranks that asked for them; backward sends their gradients back, divided by the ranks."""
+    """Sends vectors to the ranks that asked for them; backward returns their gradients, divided by the rank count."""
 
     @staticmethod
     def forward(ctx: Any, vectors: torch.Tensor, num_rows: int, widths: list[int], gate: UpdateGate) -> torch.Tensor:
         """Return the vectors of this rank's rows from all ranks, [num_rows, sum of widths]; collective.
 
         Args:
-            vectors: of the rows of all ranks in order, [ranks * num_rows, width]; of any shape where width is 0.
-            widths: of the vectors of each rank. gate: waits for the exchange of the backward pass.
+            vectors: those of the rows of all ranks in order, [ranks * num_rows, width]; of any shape if width is 0.
+            widths: by rank, of its vectors. gate: waits for the exchange of the backward pass.
         """
         ctx.shape, ctx.widths, ctx.gate = vectors.shape, widths, gate
         received = vectors.new_empty(num_rows * sum(widths))
@@ -236,7 +236,7 @@ class SendBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Return the gradient by `vectors`; its exchange is still running, and the gate waits for it."""
+        """Return the gradient of `vectors`; its exchange is still running, and the gate waits for it."""
         by_rank = gradients[0].split(ctx.widths, dim=1)
         message = torch.cat([part.flatten() for part in by_rank]).div_(len(by_rank))
         received = message.new_empty(ctx.shape)
@@ -246,7 +246,7 @@ class SendBack(torch.autograd.Function):
 
 
 def _one_id_each(ids: KeyedJaggedTensor) -> tuple[int, torch.Tensor]:
-    """Return how many ids lists have, and an id for each feature and row, by feature; undefined for `_LISTS`."""
+    """Return how many ids lists have, and by feature an id for each row, which is undefined for `_LISTS`."""
     values, lengths = ids.values(), ids.lengths()
     most, least = (int(lengths.max()), int(lengths.min())) if len(lengths) else (1, 1)
     if most == least == 1:
@@ -266,8 +266,8 @@ def _ones(number: int) -> dict[str, torch.Tensor]:
 def is_local(config: Config, sharding_types: Mapping[str, str], world_size: int, on_gpu: bool) -> bool:
     """Return whether ids are looked up without torchrec's exchanges: all on a single rank, pooled ones on several CPUs.
 
-    This holds where each of these tables lies on one rank. Several ranks leave weighted ids to torchrec, which sends
-    the weights too, and vectors that travel in another type than FP32.
+    Each of these tables must lie on one rank. Several ranks leave to torchrec weighted ids, whose weights are sent too,
+    and vectors that are sent in a type other than FP32.
 
     Args:
         sharding_types: by table.
@@ -283,7 +283,7 @@ def is_local(config: Config, sharding_types: Mapping[str, str], world_size: int,
 def local_lookups(
     pooled: Any, by_id: Iterable[Any], config: Config, world: World, gate: UpdateGate
 ) -> tuple[LocalLookup | None, list[LocalLookupById]]:
-    """Return what looks up in place of torchrec's sharded collections where `is_local` holds; else None and nothing."""
+    """Return what replaces torchrec's sharded collections in lookups if `is_local` holds; otherwise None and []."""
     collections = [*([] if pooled is None else [pooled]), *by_id]
     plans = [plan for sharded in collections for plan in sharded.module_sharding_plan.items()]
     sharding_types = {config_name(name): sharding.sharding_type for name, sharding in plans}

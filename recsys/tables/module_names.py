@@ -16,5 +16,5 @@ def config_name(module: str) -> str:
 
 
 def parameter_name(path: str) -> str:
-    """Return a parameter's path by the names of the config, without wrappers of activation checkpointing."""
+    """Return a parameter's path in the names of the config, without wrappers of activation checkpointing."""
     return ".".join(config_name(name) for name in path.split(".") if name != _CHECKPOINT_WRAPPED_MODULE)

@@ -39,29 +39,29 @@ from recsys.tables.bytes import cache_bytes, shard_bytes
 from recsys.tables.module_names import config_name, module_name
 from recsys.tables.spec import Shard
 
-_RESERVED_SHARE = 0.15  # of memory, for what the planner does not place, where a plan leaves as much,
-_LEAST_RESERVED = 0.05  # and else of host memory: a system without any kills processes without a word
-_REPLICATED_ELEMENTS = 1 << 16  # of a table, up to which the planner may replicate it: a step works on all of them
+_RESERVED_SHARE = 0.15  # of memory, left for what the planner does not place, if a plan can leave as much
+_LEAST_RESERVED = 0.05  # of host memory, otherwise: a system without free memory kills processes silently
+_REPLICATED_ELEMENTS = 1 << 16  # most of a table that the planner may replicate: a step works on all of them
 # Proposals tried, which take 0.1 s each with 200 tables on 64 ranks; torchrec's own proposers may try thousands.
 _GRID_PROPOSALS = 64
 _GREEDY_PROPOSALS = 100
 _MEMORY_BINS = 128
-_ENOUGH = 1 << 60  # bytes, where a plan is made to see how much it takes
+_ENOUGH = 1 << 60  # bytes, if a plan is made only to see how much it takes
 
 
 def make_plan(step: nn.Module, sharders: list[Any], config: Config, topology: Topology, must_fit: bool) -> ShardingPlan:
     """Return the fastest plan, by torchrec's estimates, that leaves `_RESERVED_SHARE` of the memory free.
 
-    Where none does, it is the plan whose fullest rank takes least, of those that fit at all: how much else a run takes
-    is for the prediction to say, which goes by all of the memory.
+    If none does, return the plan whose fullest rank takes least, among those that fit at all. Whether the rest of the
+    run fits too is for the memory prediction to say, which considers all memory.
 
-    The same tables, config and topology give the same plan. The estimates are of GPUs and do not hold over gloo. So on
-    CPUs, tables without a fixed sharding type each lie whole on one rank, if there are as many of them as ranks and
-    they fit: on two ranks this exchanges half of what splitting by rows does.
+    The same tables, config and topology give the same plan. The estimates are for GPUs and do not hold over gloo. So on
+    CPUs, tables without a fixed sharding type each lie whole on one rank, if there are at least as many as ranks and
+    they fit: on two ranks this exchanges half as much as splitting by rows.
 
     Args:
         step: holds the tables, which may be on the meta device.
-        must_fit: False gives, where no plan fits, the one of those tried whose fullest rank takes least.
+        must_fit: if False and no plan fits, return the one whose fullest rank takes least, among those tried.
 
     Raises:
         NoPlanError: the tables fit under no plan that the config allows.
@@ -91,7 +91,7 @@ def _make_plan(
     host: int,
     preferred: PerfModel | None = None,
 ) -> ShardingPlan:
-    """Return the best plan for ranks with so many bytes of a GPU and of host memory; default: the fastest."""
+    """Return the best plan by `preferred` (default: speed) for ranks with so many bytes of GPU and host memory."""
     planned = PlannerTopology(
         world_size=topology.world_size,
         local_world_size=topology.local_world_size,
@@ -137,13 +137,13 @@ def _fits_nowhere(config: Config, topology: Topology) -> str:
 
 def _proposers(topology: Topology) -> list[Proposer]:
     proposers: list[Proposer] = [GridSearchProposer(_GRID_PROPOSALS), _BoundedGreedyProposer(), UniformProposer()]
-    if topology.on_gpu:  # it divides by the memory of GPUs
+    if topology.on_gpu:  # this one divides by the memory of GPUs
         proposers.insert(2, DynamicProgrammingProposer(max(1, _MEMORY_BINS // topology.world_size)))
     return proposers
 
 
 class _Enumerator(EmbeddingEnumerator):
-    """torchrec's enumerator in a fixed order: its own follows sets, so that ties would be broken by chance."""
+    """torchrec's enumerator in a fixed order: its own order comes from sets, so ties would be broken by chance."""
 
     def enumerate(self, module: nn.Module, sharders: list[Any]) -> list[ShardingOption]:
         options = super().enumerate(module, sharders)
@@ -153,10 +153,10 @@ class _Enumerator(EmbeddingEnumerator):
 
 
 class _Shard(PlannerShard):
-    """A shard whose copies share everything but their rank, which alone the planner changes in place.
+    """A shard whose copies share everything except the rank, since the planner changes nothing else in place.
 
-    It copies each plan that is better than those before. For 200 tables on 128 ranks that took most of the planning
-    time.
+    The planner copies each plan that is better than those before. For 200 tables on 128 ranks, full copies took most of
+    the planning time.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Shard":
@@ -188,9 +188,9 @@ class _FullestRank(PerfModel):
 
 
 class _Seconds(EmbeddingPerfEstimator):
-    """torchrec's estimates, computed once for all shards of a table with the same size, on which alone they depend.
+    """torchrec's estimates, computed once for all shards of a table with the same size: they depend on nothing else.
 
-    For 25 tables on 256 ranks, one estimate a shard took more than half of the planning time.
+    For 25 tables on 256 ranks, an estimate for each shard took more than half of the planning time.
     """
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
@@ -206,7 +206,7 @@ class _Seconds(EmbeddingPerfEstimator):
 
 
 class _Storage(ShardEstimator):
-    """Exact bytes of shards, in place of torchrec's estimates.
+    """Exact bytes of shards, instead of torchrec's estimates.
 
     torchrec counts the FP32 state of an FP16 table at half its size, and one state for LAMB, which has two.
     """
@@ -215,7 +215,7 @@ class _Storage(ShardEstimator):
         self._config, self._topology = config, topology
 
     def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:
-        """Set the storage of each shard; torchrec's versions add arguments of their own, by position or by keyword."""
+        """Set the storage of each shard; versions of torchrec add different arguments, by position or by keyword."""
         for option in sharding_options:
             by_size = {size: self._of(option, *size) for size in {tuple(shard.size) for shard in option.shards}}
             for shard in option.shards:
@@ -235,7 +235,7 @@ def table_constraints(config: Config, table: str, topology: Topology) -> Paramet
     """Return a table's constraints for torchrec's planner."""
     choice = _choice(config.tables[table])
     if topology.world_size == 1 and choice is not ShardingChoice.data_parallel:
-        choice = ShardingChoice.table_wise  # nothing is split, and others would exchange ids with none
+        choice = ShardingChoice.table_wise  # nothing is split, and other types would exchange ids needlessly
     types = _automatic_types(config, table) if choice is ShardingChoice.auto else [choice]
     num_features = sum(feature.table == table for feature in config.features.values())
     settings = config.tables[table]
@@ -247,20 +247,20 @@ def table_constraints(config: Config, table: str, topology: Topology) -> Paramet
             CacheParams(load_factor=settings.cache_load_factor) if kernel is ComputeKernel.fused_uvm_caching else None
         ),
         pooling_factors=[1.0] * num_features,
-        stochastic_rounding=settings.stochastic_rounding,  # on GPUs torchrec's default is to do it
+        stochastic_rounding=settings.stochastic_rounding,  # on by default in torchrec on GPUs
         output_dtype=fbgemm_output(config, topology.on_gpu),
     )
 
 
 def _choice(table: TableConfig) -> ShardingChoice:
-    """Return a table's sharding type; with a penalty on all rows it has to be replicated."""
+    """Return a table's sharding type; a table with a penalty on all rows has to be replicated."""
     return ShardingChoice.data_parallel if table.l2_all_rows else table.sharding_type
 
 
 def fbgemm_output(config: Config, on_gpu: bool) -> DataType | None:
-    """Return the type in which FBGEMM gives vectors, and takes gradients; None: FP32.
+    """Return the type of the vectors that FBGEMM returns, and of their gradients; None: FP32.
 
-    FP16 has no number for gradients of the mean over a large batch: such vectors are rounded behind FBGEMM.
+    FP16 cannot hold gradients of the mean over a large batch, so vectors are rounded to FP16 after FBGEMM.
     """
     return DataType.BF16 if on_gpu and config.precision.output_dtype is FloatType.BF16 else None
 

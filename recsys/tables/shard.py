@@ -45,8 +45,8 @@ _WIRES = {FloatType.FP32: CommType.FP32, FloatType.FP16: CommType.FP16, FloatTyp
 class TableSharder(EmbeddingBagCollectionSharder):
     """torchrec's sharder of pooled tables with all sharding types on every device.
 
-    On CPU torchrec leaves out row-wise and the types built on it, since gloo once had no reduce_scatter. They run there
-    as on NCCL (meta-pytorch/torchrec#1252, #1396) if all ranks have equal batch sizes, which the loader ensures.
+    On CPU torchrec leaves out row-wise and the types built on it, since gloo once had no reduce_scatter. They work on
+    gloo like on NCCL (meta-pytorch/torchrec#1252, #1396) if all ranks have equal batch sizes, which the loader ensures.
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -64,11 +64,11 @@ def _sharders(config: Config) -> list[Any]:
 
 
 def plan_tables(step: nn.Module, config: Config, topology: Topology, must_fit: bool = True) -> ShardingPlan:
-    """Return the plan of the file `run.plan`, or else one of `make_plan` for the tables of `step`.
+    """Return the plan in the file `run.plan`, or without one a plan of `make_plan` for the tables of `step`.
 
     Raises:
-        UserError: when the tables fit under no plan that the config allows, or the plan in the file is
-            of other tables or another number of ranks, or does what the config forbids.
+        UserError: the tables fit under no plan that the config allows; or the plan in the file is for other tables
+            or another number of ranks, or contradicts the config.
     """
     if config.run.plan is not None:
         return _load_plan(step, Path(config.run.plan), config, topology)
@@ -101,7 +101,7 @@ def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) 
             raise UserError(f"{key} has table '{name}' {wrong}; drop the key, and a plan is made")
     modules: dict[str, EmbeddingModuleShardingPlan] = {}
     for key in filter(is_table, dict(step.named_parameters())):
-        # Of `MODULE.embeddings.TABLE.weight`, where a module may be one of several.
+        # A key is `MODULE.embeddings.TABLE.weight`; there may be several modules.
         module, name = modules.setdefault(key.rsplit(".", 3)[0], EmbeddingModuleShardingPlan()), table_of(key)
         module[module_name(name)] = _parameter_sharding(by_table[name], config, topology)
     return ShardingPlan(dict(modules))
@@ -120,7 +120,7 @@ def _read_shard(
 
 
 def _wrong_shards(shards: list[Shard], name: str, config: Config, topology: Topology) -> str:
-    """Return why torchrec could not use these shards of a table with this config; an empty string: it could."""
+    """Return why torchrec could not use these shards of a table with this config; an empty string if it could."""
     table, num_ranks, on_machine = config.tables[name], topology.world_size, topology.local_world_size
     shardings = {(shard.sharding_type, shard.compute_kernel) for shard in shards}
     if len(shardings) != 1:
@@ -199,7 +199,7 @@ def shards_of(plan: ShardingPlan, config: Config, world_size: int) -> Iterator[S
 
 
 class _NoDraws(TorchFunctionMode):
-    """Skips torchrec's own initial weights, drawn twice for every table by one thread; `fill_initial` sets them."""
+    """Skips torchrec's own initial weights, which one thread would draw twice; `fill_initial` sets them later."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.uniform_:
@@ -216,7 +216,7 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
     backward pass of the tables too. The weights of the tables are not set. Collective.
 
     Raises:
-        UserError: the plan splits a table over the ranks of a machine, and machines have not equally many.
+        UserError: the plan splits a table over the ranks of a machine, and machines have different numbers of them.
     """
     _check_machines(plan, world)
     step.dense.to(world.device)
@@ -249,7 +249,7 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
 
 
 def _set_empty_output_type(model: nn.Module, vectors: DataType) -> None:
-    """Set the type of the empty output of ranks without tables to that of the others; torchrec's is FP32 there."""
+    """Give the empty output of ranks without tables the same type as that of other ranks; torchrec uses FP32."""
     for lookup in lookups(model):
         if isinstance(lookup, GroupedEmbeddingsLookup | GroupedPooledEmbeddingsLookup):
             empty = lookup._dummy_embs_tensor.detach().to(data_type_to_dtype(vectors))
@@ -269,7 +269,7 @@ def _check_machines(plan: ShardingPlan, world: World) -> None:
 
 
 def _place(plan: ShardingPlan, world: World) -> None:
-    """Let the plan name this rank's device; torchrec's planner counts all GPUs of a machine, and a rank may see one."""
+    """Put this rank's device into the plan: torchrec's planner counts a machine's GPUs, but a rank may see only one."""
     for module in plan.plan.values():
         for sharding in module.values():
             for shard in sharding.sharding_spec.shards if sharding.sharding_spec is not None else ():

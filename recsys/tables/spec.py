@@ -28,12 +28,12 @@ _VECTOR_TYPES = {FloatType.FP32: torch.float32, FloatType.FP16: torch.float16, F
 # Elements drawn at a time: on CPU few, since glibc keeps freed memory of large temporaries; on GPU many, since each
 # kernel has a fixed cost.
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
-_BY_ONE_THREAD = (1 << 15) - 1  # elements that torch copies without further threads of its own
+_BY_ONE_THREAD = (1 << 15) - 1  # most elements that torch copies in the calling thread alone
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Part of a table on one rank: rows `offset[0]` … and columns `offset[1]` …, `size` (rows, columns)."""
+    """Part of a table on one rank: from row `offset[0]` and column `offset[1]` on, of `size` (rows, columns)."""
 
     table: str
     rank: int
@@ -55,14 +55,14 @@ def local_shards(value: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
 def build_embeddings(config: Config) -> tuple[EmbeddingBagCollection | None, list[EmbeddingCollection]]:
     """Return the tables on the meta device, to be sharded before they take memory.
 
-    The first collection sums the rows of a feature's list. Tables with a feature that the model reads id by id are in
-    the others, one for each dimension as torchrec requires: the two kinds cannot share weights. The other features of
+    The first collection sums the rows of a feature's list. The others hold the tables that have a feature read id by
+    id, one collection for each dimension as torchrec requires: the two kinds cannot share weights. Other features of
     such tables are summed in the dense half of a step.
     """
     by_id, meta, features = config.unpooled_tables(), torch.device("meta"), features_by_table(config)
     pooled = [
-        # Averages are taken of the sums, in the dense half of a step: torchrec divides by lengths a second time where
-        # some averaged tables are split by rows and others are not, and by the wrong ones under grid_shard.
+        # Means are made from sums in the dense half of a step: torchrec would divide by lengths twice if some averaged
+        # tables are split by rows and others are not, and by the wrong lengths under grid_shard.
         EmbeddingBagConfig(pooling=PoolingType.SUM, **_settings(config, name, features[name]))
         for name in config.tables
         if name not in by_id
@@ -90,7 +90,7 @@ def _settings(config: Config, table: str, features: list[str]) -> dict[str, Any]
 
 
 def vector_type(config: Config, on_gpu: bool) -> torch.dtype:
-    """Return the type of the vectors that tables give; on CPUs BF16 is replaced by FP32."""
+    """Return the type of the vectors that tables return; on CPUs BF16 is replaced by FP32."""
     chosen = config.precision.output_dtype
     return torch.float32 if chosen is FloatType.BF16 and not on_gpu else _VECTOR_TYPES[chosen]
 
@@ -109,7 +109,7 @@ def fill_initial(shard: torch.Tensor, row_offset: int, column_offset: int, seed:
     Args:
         shard: [rows, columns], set in place.
         row_offset, column_offset: where the shard begins in its table.
-        seed: of the run; table: its name; bound: half width of the interval.
+        seed: that of the run; table: its name; bound: half the width of the interval.
     """
     num_rows, num_columns = shard.shape
     key, device = make_key(seed, "table", table), shard.device
@@ -123,8 +123,8 @@ def fill_initial(shard: torch.Tensor, row_offset: int, column_offset: int, seed:
         if device.type == "cuda" or shard.dtype is torch.float8_e4m3fn:  # a type that NumPy lacks
             shard[start:stop].copy_((uniform(key, rows, columns) * 2 - 1) * bound)
             return
-        # By NumPy, whose operators start no threads of their own; but it rounds to FP16 a number at a time, and torch
-        # takes a twentieth of that.
+        # NumPy's operators start no threads of their own. But it rounds to FP16 one number at a time; torch needs a
+        # twentieth of that time.
         numbers = uniform_numbers(key, rows.numpy(), columns.numpy())
         numbers *= 2
         numbers -= 1
