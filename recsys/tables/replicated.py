@@ -12,12 +12,12 @@ from recsys.tables.torch_update import TorchTable, gradient_by_id
 class ReplicatedTables:
     """Updates replicated tables from the gradients of their pooled embeddings.
 
-    torchrec leaves such tables to the optimizer of the dense part, with gradients of the weights' own type, so that
-    what is learned would depend on the plan. Here gradients are summed in FP32 over all ranks, and only rows that some
-    rank has looked up are updated, as in sharded tables; in a table with a penalty on all rows, every row is.
+    torchrec leaves such tables to the optimizer of the dense part, with gradients of the weights' own type, so results
+    would depend on the plan. Here gradients are summed in FP32 over all ranks, and only rows that some rank has looked
+    up are updated, as in sharded tables; in a table with a penalty on all rows, every row is updated.
 
     Args:
-        num_parts: parts of a batch whose gradients are summed one after another, as those of so many ranks would be.
+        num_parts: parts of a batch whose gradients are summed separately and then added, like those of so many ranks.
     """
 
     def __init__(self, tables: Iterable[TorchTable], num_parts: int = 1) -> None:
@@ -28,7 +28,7 @@ class ReplicatedTables:
 
         Args:
             ids: this rank's table rows.
-            gradients: of the mean loss by the pooled embeddings of this rank, [rows, embedding_dim] by feature.
+            gradients: of the mean loss with respect to this rank's pooled embeddings, [rows, embedding_dim] by feature.
         """
         if not self.tables:
             return

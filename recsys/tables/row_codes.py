@@ -15,7 +15,7 @@ _DECODE = "fbgemm::FusedNBitRowwiseQuantizedSBHalfToFloat"
 
 @cache
 def add_missing_shapes() -> None:
-    """Tell torch the shape of decoded rows, by which a step is rehearsed, where FBGEMM does not, as of version 1.6."""
+    """Tell torch the shape of decoded rows, which rehearsing a step needs; FBGEMM 1.6 does not."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(_DECODE, "Meta"):
         torch.library.impl(_DECODE, "Meta")(_decoded_shape)
 
@@ -27,7 +27,7 @@ def _decoded_shape(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def encode_rows(rows: torch.Tensor, code: RowCode) -> torch.Tensor:
     """Return rows, [rows, columns] FP32, as bytes: uint8 [rows, row_bytes].
 
-    A row of integers ends in its scale and bias, FP32 of INT8 and FP16 of the others; FP16 rows have none.
+    A row of integers ends in its scale and bias, in FP32 for INT8 and in FP16 for the others; FP16 rows have none.
     """
     if code is RowCode.FP16:
         return rows.half().view(torch.uint8)
@@ -46,9 +46,9 @@ def decode_rows(codes: torch.Tensor, code: RowCode) -> torch.Tensor:
 
 
 def quantize_rows(rows: torch.Tensor, code: RowCode) -> torch.Tensor:
-    """Return what rows, [rows, columns] FP32, are once they are quantised.
+    """Return rows, [rows, columns] FP32, as they are after encoding and decoding.
 
-    Of INT8, a second time may change last digits: quantise what was trained, not what comes out here.
+    With INT8, doing it again may change last digits: quantise trained rows, not the result of this function.
     """
     return decode_rows(encode_rows(rows.detach(), code), code)
 
@@ -59,7 +59,7 @@ def coded_row_bytes(columns: int, code: RowCode) -> int:
 
 
 def row_bytes(table: TableConfig, code: RowCode | None) -> int:
-    """Return the bytes of a table's row in a code, or without one as it is trained."""
+    """Return the bytes of a table's row in a code, or as it is trained if `code` is None."""
     if code is None:
         return table.embedding_dim * WEIGHT_BYTES[table.data_type]
     return coded_row_bytes(table.embedding_dim, code)

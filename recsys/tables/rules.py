@@ -1,7 +1,7 @@
 """Update rules of table optimizers in torch, for tables that FBGEMM does not update itself.
 
-A rule is called as its optimizer is, with the rows that a batch touched; it changes their state in place, and returns
-the rows after the update, FP32. Rules of optimizers that FBGEMM has are FBGEMM's (fbgemm_gpu/docs, `OptimType`).
+A rule has the name of its optimizer. It gets the rows that a batch touched, changes their state in place, and returns
+the updated rows, FP32. If FBGEMM has the optimizer too, the rule is FBGEMM's (fbgemm_gpu/docs, `OptimType`).
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Touched:
     """Rows of a table that a batch touched.
 
     Attributes:
-        weights: [rows, columns] in the table's type. gradient: of the mean loss by them, FP32.
+        weights: [rows, columns] in the table's type. gradient: of the mean loss with respect to them, FP32.
         state: FP32, [rows] or [rows, columns] each.
-        rate: learning rate; num_updates: of the table, with this one.
+        rate: learning rate; num_updates: number of updates of the table, including this one.
     """
 
     weights: torch.Tensor
@@ -53,7 +53,7 @@ def rowwise_adagrad(rows: Touched) -> torch.Tensor:
 def adam(rows: Touched) -> torch.Tensor:
     """Divide a moving average by the root of that of the squares (Kingma & Ba 2015, arXiv:1412.6980).
 
-    Both stand still in steps that do not touch a row, and are corrected by all updates of the table.
+    Both averages stay as they are in steps that do not touch a row; their correction counts all updates of the table.
     """
     (mean, squares), settings = rows.state, rows.settings
     mean.mul_(settings.beta1).add_(rows.gradient, alpha=1 - settings.beta1)
@@ -65,15 +65,15 @@ def adam(rows: Touched) -> torch.Tensor:
 def ftrl(rows: Touched) -> torch.Tensor:
     """Follow the regularised leader: FTRL-Proximal (McMahan et al. 2013, "Ad click prediction").
 
-    `linear` is the paper's z times the learning rate, so that a schedule scales gradients, not weights. `l1` it leaves
-    alone: a threshold that fell with it would let elements of 0 go, and there would be none at the end of a schedule.
+    `linear` is the paper's z times the learning rate, so a schedule scales gradients, not weights. It does not scale
+    `l1`: if that threshold fell too, elements would leave 0, and none would be 0 at the end of a schedule.
     Without `l1` this is adagrad; with it, elements whose gradients do not add up to enough are exactly 0.
     """
     (linear, squares), weights = rows.state, rows.weights.float()
     before = squares.sqrt()
     squares += rows.gradient.square()
     root = squares.sqrt()
-    # The paper begins with weights of 0; here the first gradient is taken at the initial weight, eps included.
+    # The paper begins with weights of 0; here the first update starts from the initial weight, eps included.
     pull = root - before + rows.settings.eps * (before == 0)
     linear += torch.where(root > 0, rows.gradient * rows.rate - pull * weights, 0)
     threshold = rows.settings.learning_rate * rows.settings.l1
@@ -82,7 +82,7 @@ def ftrl(rows: Touched) -> torch.Tensor:
 
 
 def shrunk(rows: torch.Tensor, sparsity: SparsityConfig, rate: float) -> torch.Tensor:
-    """Return rows, [rows, columns] FP32, after the proximal step of their penalties; what is 0 then is exactly so."""
+    """Return rows, [rows, columns] FP32, after the proximal step of their penalties, which makes elements exactly 0."""
     rows = rows.sign() * (rows.abs() - rate * sparsity.l1).clamp(min=0)
     if not sparsity.group_lasso:
         return rows

@@ -1,4 +1,4 @@
-"""Updates of tables by rules in torch, where FBGEMM lacks the optimizer: in the backward pass of its kernel."""
+"""Updates of tables by rules in torch, if FBGEMM lacks the optimizer; they run in the backward pass of its kernel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,11 +24,11 @@ class TorchTable:
 
     Attributes:
         weights: [rows, columns] FP32 or FP16, the lookup's own memory.
-        offset: row and column of the table where it begins.
+        offset: row and column of the table where this part begins.
         sparsity: penalties that make rows 0, if any.
-        l2_all_rows: of a replicated table, the factor of the penalty on all its rows; see `TableConfig`.
-        features: of a replicated table, those that it is looked up for.
-        learning_rate: of the next update; num_updates: done before it.
+        l2_all_rows: for a replicated table, the factor of the penalty on all its rows; see `TableConfig`.
+        features: for a replicated table, the features that look it up.
+        learning_rate: that of the next update; num_updates: how many were done before it.
         state: FP32, [rows] or [rows, columns] each.
     """
 
@@ -51,7 +51,7 @@ class TorchTable:
     def add_penalty(self, gradient: torch.Tensor) -> None:
         """Add the gradient of the penalty on all rows, [rows, columns] FP32, to that of the loss."""
         at_once = self._rows_at_once(gradient.device)
-        # In parts, since a CPU makes an FP32 copy of all that it adds of FP16.
+        # In parts, since a CPU makes an FP32 copy of any FP16 tensor that it adds.
         for part, weights in zip(gradient.split(at_once), self.weights.split(at_once), strict=True):
             part.add_(weights, alpha=self.l2_all_rows)
 
@@ -59,7 +59,7 @@ class TorchTable:
         """Update the rows of a batch and no others.
 
         Args:
-            rows: [n], distinct. gradient: of the mean loss, [m, columns] FP32. places: [n], its row for each.
+            rows: [n], distinct. gradient: of the mean loss, [m, columns] FP32. places: [n], where each row's is in it.
         """
         at_once = self._rows_at_once(rows.device)
         for chunk, at in zip(rows.split(at_once), places.split(at_once), strict=True):
@@ -69,7 +69,7 @@ class TorchTable:
         """Update the rows whose mark, [rows], is not 0, by a gradient for all rows, [rows, columns] FP32."""
         small = self.weights.numel() <= _ELEMENTS_AT_ONCE[gradient.device.type]
         if small and self.settings.name.value.leaves_idle_rows and self.sparsity is None:
-            self._apply(slice(None), gradient)  # quicker than to pick rows, and the same
+            self._apply(slice(None), gradient)  # faster than picking rows, with the same result
         else:
             rows = marks.nonzero().squeeze(1)
             self.update(rows, gradient, rows)
@@ -84,7 +84,7 @@ class TorchTable:
         if self.sparsity is not None:
             trained = rules.shrunk(trained, self.sparsity, self.learning_rate)
         self.weights[rows] = trained.to(self.weights.dtype)
-        if isinstance(rows, torch.Tensor):  # else the rule has changed the state itself
+        if isinstance(rows, torch.Tensor):  # for a slice, the rule has changed the state itself
             for values, changed in zip(self.state, state, strict=True):
                 values[rows] = changed
 
@@ -108,7 +108,7 @@ def update_in_torch(kernel: Any, tables: list[TorchTable]) -> None:
 
 @torch.no_grad()
 def _update(fbgemm: Any, tables: list[TorchTable], ids: KeyedJaggedTensor, gradient: torch.Tensor) -> None:
-    """Update tables by the gradient of their output: [rows, columns of all features], or [ids, columns]."""
+    """Update tables from the gradient of their output, [rows, columns of all features] or [ids, columns]."""
     owners, counts = fbgemm.feature_table_map, ids.length_per_key()
     if fbgemm.pooling_mode is PoolingMode.NONE:
         gradients = [part.float for part in gradient.split(counts)]
@@ -125,13 +125,13 @@ def _update(fbgemm: Any, tables: list[TorchTable], ids: KeyedJaggedTensor, gradi
         rows, places = torch.cat([values[feature] for feature in features]).unique(return_inverse=True)
         sums = torch.zeros(len(rows), table.weights.shape[1], device=rows.device)
         for feature, where in zip(features, places.split([counts[feature] for feature in features]), strict=True):
-            sums.index_add_(0, where, gradients[feature]())  # of one feature at a time, since they are large
+            sums.index_add_(0, where, gradients[feature]())  # one feature at a time, since they are large
         table.update(rows, sums, torch.arange(len(rows), device=rows.device))
 
 
 def gradient_by_id(
     gradient: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, num_ids: int
 ) -> torch.Tensor:
-    """Return the gradient by each id's vector, [ids, columns] FP32, from that by sums over lists, [rows, columns]."""
+    """Return the gradients of ids' vectors, [ids, columns] FP32, from those of sums over lists, [rows, columns]."""
     by_id = gradient.float().repeat_interleave(lengths, dim=0, output_size=num_ids)
     return by_id if weights is None else by_id.mul_(weights[:, None])

@@ -12,7 +12,7 @@ from recsys.config import Config
 from recsys.tables.spec import local_shards
 from recsys.tables.updates import Offsets, kernels, place_of, table_tensors
 
-_MARKED_AT_ONCE = 1 << 17  # ids: marking after each step would find the marks out of the caches every time
+_MARKED_AT_ONCE = 1 << 17  # ids: between steps the marks leave the CPU's caches, so marking after each would be slow
 
 
 class TouchedRows:
@@ -38,7 +38,7 @@ class TouchedRows:
 
     def clear(self) -> None:
         """Forget what was touched."""
-        self._mark()  # lookups that are not marked yet are to be forgotten too
+        self._mark()  # so that lookups not marked yet are forgotten too
         for marks in self._marks.values():
             marks.zero_()
 
@@ -50,11 +50,11 @@ class TouchedRows:
         """Return and forget the touched rows of this rank among rows `start` … `stop` - 1 of a table.
 
         Args:
-            value: the table as `table_tensors` gives it.
+            value: the table as returned by `table_tensors`.
 
         Returns:
-            For each shard of the table the column where it begins; the rows, int64 [n], ascending; their weights in
-            host memory, [n, columns]. Of a table that every rank holds, the rows that this one has looked up.
+            For each shard of the table: the column where it begins; the rows, int64 [n], ascending; their weights in
+            host memory, [n, columns]. For a table that every rank holds, these are the rows looked up on this rank.
         """
         self._mark()
         touched = []
@@ -73,7 +73,7 @@ class _Lookups:
     """Collects the rows that a kernel looks up in training, and marks them when there are many; a forward pre-hook.
 
     Args:
-        marks: of each feature's table. all_rows: marks of the tables with a penalty on all rows.
+        marks: for each feature those of its table. all_rows: marks of the tables with a penalty on all rows.
     """
 
     def __init__(self, marks: list[torch.Tensor], all_rows: list[torch.Tensor]) -> None:
@@ -82,7 +82,7 @@ class _Lookups:
         self._num_ids = 0
 
     def __call__(self, _: Any, inputs: tuple[KeyedJaggedTensor]) -> None:
-        """Take the rows of a lookup, by feature."""
+        """Note the rows of a lookup, by feature."""
         if not torch.is_grad_enabled():
             return
         rows = inputs[0].values()

@@ -1,4 +1,4 @@
-"""What updates the tables on a rank: FBGEMM's kernels, and rules in torch where it has none."""
+"""What updates the tables on a rank: FBGEMM's kernels, or rules in torch if FBGEMM has none."""
 
 import pydoc
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +31,7 @@ Offsets = tuple[int, ...]
 
 
 class _StateTypes(dict[str, SparseType]):
-    """Types by name of the state, as FBGEMM takes them; hashable, since torchrec groups tables by their arguments."""
+    """Types by name of the state, as FBGEMM expects them; hashable, since torchrec groups tables by their arguments."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted((name, dtype.value) for name, dtype in self.items())))
@@ -58,8 +58,8 @@ def attach_table_optimizers(parameters: Mapping[str, nn.Parameter], config: Conf
             arguments["optimizer_state_dtypes"] = _StateTypes(momentum1=SparseType.BF16)
         apply_optimizer_in_backward(pydoc.locate(rule.path), [parameter], arguments)
         if settings.weight_decay and rule.decay_has_modes:
-            # FBGEMM has three modes of weight decay and none by default. torchrec passes these arguments on when it
-            # shards; only its optimizer class, which was built above, does not take this one.
+            # FBGEMM has three modes of weight decay, and no decay by default. torchrec passes these arguments on when
+            # it shards. Only its optimizer class does not accept this one, so it is added after that has been built.
             arguments["weight_decay_mode"] = WeightDecayMode.DECOUPLE
 
 
@@ -83,7 +83,7 @@ class TableUpdates:
         for kernel in kernels(model, FusedOptimizerModule):
             tables = [config_name(table.name) for table in kernel.config.embedding_tables]
             if all(in_fbgemm(config, table, on_gpu) for table in tables):
-                settings = config.table_optimizer(tables[0])  # they have one optimizer
+                settings = config.table_optimizer(tables[0])  # all have the same optimizer
                 self._fbgemm.append((settings, tables, kernel.emb_module))
                 if not on_gpu and kernel.emb_module.pooling_mode is PoolingMode.NONE:
                     look_up_as_sums(kernel.emb_module)
@@ -97,30 +97,30 @@ class TableUpdates:
         for kernel in kernels(model, BatchedDenseEmbeddingBag):
             kernel.emb_module.weights.requires_grad_(False)
             replicas += _torch_tables(kernel, config)
-        # One process on a CPU then sums as two do; see `recsys.models.halves`.
+        # With two parts, one process on a CPU sums like two processes; see `recsys.models.halves`.
         self.replicated = ReplicatedTables(replicas, 2 if not on_gpu and world.world_size == 1 else 1)
 
     def begin(self, factor: float, updates_of: Callable[[str], int]) -> None:
-        """Set learning rates, the config's times `factor`, and numbers of updates before a step.
+        """Set learning rates (those of the config times `factor`) and numbers of updates before a step.
 
         FBGEMM itself counts forward passes, also of evaluations and skipped steps. It has one count for all tables of
         a kernel, so a new table among older ones is treated as if its rows were first looked up late.
 
         Args:
-            updates_of: gives the number of updates that a table has had.
+            updates_of: returns the number of updates that a table has had.
         """
         for settings, tables, fbgemm in self._fbgemm:
             fbgemm.set_learning_rate(settings.learning_rate * factor)
             if settings.name.value.counts_updates:
                 num_updates = max(map(updates_of, tables))
-                # Where the counter on the host is 0, FBGEMM takes the one that checkpoints hold.
+                # If the counter on the host is 0, FBGEMM uses the one that checkpoints hold.
                 fbgemm.iter_cpu = fbgemm.iter_cpu.cpu().fill_(num_updates)
                 fbgemm.iter.fill_(num_updates)
         for table in (*self._shards, *self.replicated.tables):
             table.learning_rate, table.num_updates = table.settings.learning_rate * factor, updates_of(table.name)
 
     def forget_caches(self) -> None:
-        """Drop the GPU's cached rows of tables in host memory, after those were changed."""
+        """Drop the GPU's cached rows of tables in host memory, after these tables were changed."""
         for _, _, fbgemm in self._fbgemm:
             fbgemm.reset_cache_states()
 
@@ -144,7 +144,7 @@ class TableUpdates:
 def _allow_no_rows(fbgemm: Any) -> None:
     """Let tables in host memory have no row on this rank, as happens with fewer rows than ranks.
 
-    Without any weights FBGEMM would look for a GPU. And it takes features whose tables begin at the same row for those
+    Without any weights FBGEMM would look for a GPU. And it treats features whose tables begin at the same row as those
     of one table, so a table without rows would be mixed up with the next, which may have another width.
     """
     if not fbgemm.weights_host.numel():
@@ -154,7 +154,7 @@ def _allow_no_rows(fbgemm: Any) -> None:
 
 
 def _torch_tables(kernel: Any, config: Config) -> list[TorchTable]:
-    """Wrap the tables of a kernel, in their order."""
+    """Return a kernel's tables, in their order."""
     tables = []
     for table, weights in zip(kernel.config.embedding_tables, kernel.emb_module.split_embedding_weights(), strict=True):
         name, offsets = place_of(table)
@@ -166,7 +166,7 @@ def _torch_tables(kernel: Any, config: Config) -> list[TorchTable]:
 
 
 def place_of(table: Any) -> tuple[str, Offsets]:
-    """Return a table's name, and row and column where this rank's shard begins, of its config in a kernel."""
+    """Return a table's name, and the row and column where this rank's shard begins, from its config in a kernel."""
     shard = table.local_metadata  # None for a replicated table
     return config_name(table.name), (0, 0) if shard is None else tuple(shard.shard_offsets)
 
@@ -197,7 +197,7 @@ def table_tensors(model: DistributedModelParallel) -> dict[str, Any]:
 
 
 def is_table(key: str) -> bool:
-    """Return whether a key of a step's state dict is of a table."""
+    """Return whether a key of a step's state dict belongs to a table."""
     return not key.startswith("dense.")
 
 
