@@ -1,4 +1,4 @@
-"""HTTP server of the export beside this file: python serve.py; it needs litserve and what score.py needs.
+"""HTTP server of the export in this folder: python serve.py; it needs litserve and what score.py needs.
 
     curl localhost:8000/predict -H 'content-type: application/json' -d '{"user_id": [7, 7], "item_id": [3, 5]}'
 

@@ -183,8 +183,8 @@ class Sweep:
         return changes
 
     def _evaluations(self, process: "subprocess.Popen[bytes]", metrics: Path) -> Iterator[tuple[int, float]]:
-        """Yield step and metric of each evaluation of data.valid after which training goes on, until a process has
-        ended. The last evaluation is the trial's result, and no reason to end it early.
+        """Yield step and metric of each evaluation of data.valid after which training continues, until a process has
+        ended. The last evaluation is the result of the trial, and no reason to end it early.
 
         Raises:
             StoppedError: the search is stopped, and the process has ended.
