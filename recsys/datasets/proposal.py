@@ -28,6 +28,7 @@ _MOST_LENGTH = 100  # of lists, by default
 _FEW_ROWS, _FEWER_ROWS = 1_000_000, 50_000
 _TELLS = 0.98  # AUC
 _LARGE = 10  # numbers farther from 0 than this are scaled down
+_MANY_DIVIDED = 0.1
 _FEW_NUMBERS = 50
 _ROWS_OF_AN_ID = 10
 _MOST_SPARE_ROWS = 10_000_000
@@ -140,6 +141,8 @@ def _use(column: Column) -> Use:
         return Use("number")
     if _looks_counted(column):
         return Use("number")
+    if column.divided > _MANY_DIVIDED and not column.is_list:
+        return Use("id", "is a text a list of several? Split it first, as by pyarrow.compute.split_pattern(texts, '|')")
     if column.num_distinct > 0.9 * (column.num_rows - column.num_nulls):
         return Use("none", "hardly a value is there twice")
     if NAMED_AS_TIME.search(column.name):

@@ -19,8 +19,9 @@ from recsys.ids import IdKeys, IdStatistics, is_text, read_keys
 from recsys.runtime.live import Task
 
 _MOST_COUNTED = 1 << 16  # distinct values; if there are more, a sample is kept
-_TIMES_OF_A_ROW_GROUP = 1000
+_TIMES_OF_A_ROW_GROUP = _TEXTS_OF_A_ROW_GROUP = 1000
 NAMED_AS_TIME = re.compile(r"(?i)(^|_)ts$|day$|hour|month|year|time|date")
+_DIVIDED = r"^[^|;]+([|;][^|;]+)+$"  # a list in a text
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _UNITS = (1, 10**3, 10**6, 10**9)  # of a second
 _SINCE, _UNTIL = (int(datetime(year, 1, 1, tzinfo=timezone.utc).timestamp()) for year in (1990, 2100))
@@ -41,6 +42,7 @@ class Column:
         total: sum of the values, of integers and floats.
         is_whole: no value is a number with a fraction.
         lengths: how many rows have a list of each length, int64 [longest + 1].
+        divided: the share of texts, in a sample, that | or ; divides.
     """
 
     def __init__(self, name: str, dtype: pa.DataType, problem: str | None = None) -> None:
@@ -58,6 +60,7 @@ class Column:
         self.total = 0.0
         self.lengths = np.zeros(1, np.int64)
         self._times: list[pa.Array] = []
+        self._num_texts = self._num_divided = 0
 
     def add(self, rows: pa.Array) -> None:
         """Add rows of a file, of a type that `dtype` holds."""
@@ -95,6 +98,10 @@ class Column:
             )
         if pa.types.is_integer(self.element) or pa.types.is_floating(self.element):
             self.total += pc.mean(values).as_py() * len(values)
+        if pa.types.is_string(self.element):
+            texts = values[:_TEXTS_OF_A_ROW_GROUP]
+            self._num_texts += len(texts)
+            self._num_divided += pc.sum(pc.match_substring_regex(texts, _DIVIDED)).as_py()
         if self.is_time:
             step = -(-len(values) // _TIMES_OF_A_ROW_GROUP)
             self._times.append(values.take(pa.array(np.arange(0, len(values), step))))
@@ -110,6 +117,10 @@ class Column:
         if not (pa.types.is_integer(self.element) and NAMED_AS_TIME.search(self.name)) or self.least is None:
             return False
         return any(_SINCE * unit <= self.least and self.greatest < _UNTIL * unit for unit in _UNITS)
+
+    @property
+    def divided(self) -> float:
+        return self._num_divided / max(1, self._num_texts)
 
     @cached_property
     def num_distinct(self) -> int:

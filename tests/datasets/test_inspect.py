@@ -50,6 +50,7 @@ def a_log() -> dict[str, pa.Array]:
         "price": pa.array(draw.gamma(2, 50, ROWS)),
         "margin": pa.array(draw.normal(0, 50, ROWS), mask=draw.random(ROWS) < 0.1),
         "share": pa.array(draw.random(ROWS), pa.float32()),
+        "tags": pa.array(["|".join(f"t{t}" for t in draw.integers(0, 9, n % 4)) or None for n in range(ROWS)]),
         "row_weight": pa.array(draw.random(ROWS)),
         "cost": pa.array([Decimal(int(i)).scaleb(-2) for i in draw.integers(0, 99999, ROWS)]),
         "views": pa.array(draw.lognormal(3, 1.5, ROWS).astype(int)),
@@ -92,6 +93,7 @@ def test_a_config_has_what_each_column_is(tmp_path: Path, capsys: pytest.Capture
         "device_os": {"column": "device.os", "table": "device_os"},
         "device_age": {"column": "device.age", "table": "device_age"},
         "text": {"type": "float", "dim": 8},
+        "tags": {"table": "tags"},
     }
     assert found["tables"]["item"] == {"num_embeddings": 1000, "embedding_dim": 16, "pooling": "mean"}
     cut = "2026-11-02 06:00:00"  # nine tenths of 2,000 minutes
@@ -107,6 +109,7 @@ def test_a_config_has_what_each_column_is(tmp_path: Path, capsys: pytest.Capture
         assert f"  # {name}: {why}" in text
     for name, why in (("always", "one value"), ("never", "no values"), ("broken", "NaN"), ("ragged", "as many as")):
         assert f"  # {name}: " in text and why in text.partition(f"# {name}: ")[2].partition("\n")[0]
+    assert re.search(r"  tags: {table: tags} # \d+ ids; is a text a list of several\? Split it first", text)
     (margin,) = (line for line in printed.splitlines() if line.startswith("margin"))
     assert margin.split()[1:4] == [
         "double",
