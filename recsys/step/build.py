@@ -24,7 +24,7 @@ def build_step(config: Config, log_shares: Callable[[], tuple[torch.Tensor, int]
     """Return the step with its tables on the meta device, and the dense part on the CPU.
 
     Args:
-        log_shares: gives `DenseInputs.log_shares` and `num_counted`; called if the model wants them.
+        log_shares: returns `DenseInputs.log_shares` and `num_counted`; called if the model needs them.
     """
     return TrainStep(*build_embeddings(config), build_dense_half(config, log_shares))
 
@@ -36,7 +36,7 @@ def build_tables(config: Config) -> TrainStep:
 
 
 def build_dense_half(config: Config, log_shares: Callable[[], tuple[torch.Tensor, int]]) -> DenseHalf:
-    """Return the dense half of the step, with the weights that the seed gives; arguments as of `build_step`."""
+    """Return the dense half of the step, with weights drawn by the seed; for the arguments see `build_step`."""
     torch.manual_seed(config.seed)
     dims = {name: table_of_feature(config, name).model_dim for name in model_features(config)}
     shares, num_counted = (None, 0) if config.model.needs().log_shares_of is None else log_shares()
@@ -52,7 +52,7 @@ def build_dense_half(config: Config, log_shares: Callable[[], tuple[torch.Tensor
 
 
 def _check_class(model: Any, name: str) -> None:
-    """Raise a UserError for what a class of the user's own has made, unless it is a complete `Model`."""
+    """Raise a UserError unless `model`, perhaps made by a user's own class, is a complete `Model`."""
     if not isinstance(model, Model) or not hasattr(model, "labels"):
         raise UserError(
             f"config key 'model.name': '{name}' made no recsys.models.Model that knows its labels; derive the class "

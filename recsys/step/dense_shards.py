@@ -1,8 +1,8 @@
 """The optimizer of the dense part, sharded over the ranks (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054).
 
-Every rank still holds all weights and all averaged gradients. But it updates only a slice of the weights, keeps the
-optimizer's state of that slice alone, and then sends it to the other ranks. Optimizers that update each element by
-itself learn the same to the last bit.
+Every rank still holds all weights and all averaged gradients. But it keeps the optimizer's state for only a slice of
+the weights, updates this slice, and sends it to the other ranks. Optimizers that update each element independently
+learn the same to the last bit.
 """
 
 import math
@@ -19,8 +19,8 @@ from recsys.config import Config
 from recsys.config.choices import DenseSharding
 from recsys.errors import UserError
 
-_ALIGNED = 128  # numbers: parameters begin at multiples of 512 bytes, as where CUDA's allocator gives each its own
-_LANES = 16  # of the widest registers: kernels round a remainder otherwise, so slices are cut at multiples
+_ALIGNED = 128  # numbers: parameters begin at multiples of 512 bytes, as blocks of CUDA's allocator do
+_LANES = 16  # of the widest registers: kernels round a remainder differently, so slices are cut at multiples
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Layout:
     """Where parameters lie in one buffer, and which slice of it each rank trains.
 
     Attributes:
-        shapes: of the parameters, in order. starts: where each begins, and the end of the last.
-        cuts: between ranks, from (0, 0) on: index of a parameter, and its first row behind the cut.
+        shapes: those of the parameters, in order. starts: where each begins, and the end of the last.
+        cuts: between ranks, from (0, 0) on: index of a parameter, and its first row after the cut.
     """
 
     shapes: tuple[torch.Size, ...]
@@ -38,7 +38,7 @@ class Layout:
 
     @classmethod
     def of(cls, shapes: Sequence[torch.Size], num_ranks: int) -> "Layout":
-        """Return the layout with cuts between rows of parameters that gives ranks the most equal slices."""
+        """Return the layout whose cuts, between rows of parameters, give ranks slices as equal as possible."""
         sizes = (-(-shape.numel() // _ALIGNED) * _ALIGNED for shape in shapes)
         starts = tuple(accumulate(sizes, initial=0))
         targets = (starts[-1] * rank // num_ranks for rank in range(1, num_ranks))
@@ -46,7 +46,7 @@ class Layout:
         return cls(tuple(shapes), starts, ((0, 0), *cuts, (len(shapes), 0)))
 
     def slices(self, rank: int) -> list[tuple[int, int, int]]:
-        """Return the slices of a rank: (parameter, first row, row behind the last), none of them empty."""
+        """Return the slices of a rank: (parameter, first row, row after the last), none of them empty."""
         (first, row), (last, stop) = self.cuts[rank : rank + 2]
         slices = []
         for number in range(first, min(last + 1, len(self.shapes))):
@@ -86,7 +86,7 @@ def _nearest_cut(shapes: Sequence[torch.Size], starts: Sequence[int], target: in
 
 
 def shards_dense(config: Config, num_ranks: int) -> bool:
-    """Return whether the dense part's optimizer is sharded, which takes more than one rank."""
+    """Return whether the dense part's optimizer is sharded, which needs more than one rank."""
     return config.train.dense_sharding is DenseSharding.optimizer and num_ranks > 1
 
 
@@ -97,7 +97,7 @@ class DenseShards:
         model: its parameters are moved into the buffer.
 
     Attributes:
-        slices: by slice, as a parameter for this rank's optimizer: the model's parameter, and its first row in that.
+        slices: for each slice, a parameter of this rank's optimizer: the model's parameter, and the slice's first row.
 
     Raises:
         UserError: a parameter is not FP32.

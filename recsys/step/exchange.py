@@ -5,12 +5,13 @@ factors of tasks   one sum for each task's weights                         only 
 dense part         forward and backward, micro-batch by micro-batch        nothing is exchanged
 gradients          of the dense part, with totals among them: `Totals`     on GPUs in buckets, as they become ready with
                                                                            the last micro-batch; on CPUs as one tensor
-gradients          by looked-up vectors, to the ranks that hold the rows   while those are under way, on GPUs while the
+gradients          of looked-up vectors, to the ranks that hold the rows   while those are under way, on GPUs while the
                                                                            host waits for the totals
 totals are read (`agree`): is the step finite everywhere? Then, and on all ranks alike:
-updates            of the dense part, of replicated tables, of tables      nothing is exchanged but for the second
+updates            of the dense part, of replicated tables, of tables      the second sends gradients; with the option
+                                                                           `train.dense_sharding` the first, weights
 
-Without `train.check_every_step` totals are read a step later: updates ask them on their device.
+Without `train.check_every_step` totals are read a step later: updates use them on the device.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ from recsys.data.batch import Batch
 from recsys.data.pool import Fence
 from recsys.models.base import Vectors
 
-_SMALL = 1 << 18  # numbers over all ranks, up to which each rank sends its own to each other
-LEAST_WEIGHT = 1e-27  # of a step: a mean over less, of as many rows as there may be, is beyond FP32
+_SMALL = 1 << 18  # up to so many numbers over all ranks, each rank sends its own to each other rank
+LEAST_WEIGHT = 1e-27  # sum of weights of a step: a mean by less, of as many rows as possible, would overflow FP32
 _DIGIT = 1 << 12  # a number of rows is sent as two digits, since FP32 counts exactly to 2^24 only
 
 
@@ -36,12 +37,12 @@ class Totals:
 
     Attributes:
         loss, weight: the sums of losses and of `Model.denominator`; their ratio is the loss of the step.
-        num_bad, num_stops, num_publishes: ranks whose step is not finite, that ask to stop, and to publish.
+        num_bad, num_stops, num_publishes: how many ranks have a step that is not finite, ask to stop, ask to publish.
         num_rows, num_bad_rows: of the global batch, as in `Batch`.
-        task_losses: where there are several tasks, their shares of the loss.
+        task_losses: with several tasks, their shares of the loss.
     """
 
-    SIZE = 8  # beside the tasks
+    SIZE = 8  # without the tasks
     WEIGHT, NUM_BAD = 1, 2  # their places
 
     loss: float
@@ -135,8 +136,8 @@ class JoinedGradients:
 class SumOverRanks:
     """A sum of a tensor over all ranks, in place, which runs until `wait`. Collective.
 
-    gloo's all-reduce is a ring: it takes 1.4 ms on two ranks and 6.6 ms on four, for 1,000 numbers as for 100,000. A
-    message from each rank to each takes 0.3 and 1.5 ms, so few numbers are sent that way. They are added in the order
+    gloo's all-reduce is a ring: it takes 1.4 ms on two ranks and 6.6 ms on four, for 1,000 numbers just as for 100,000.
+    Messages from each rank to each take 0.3 and 1.5 ms, so few numbers are sent that way. They are added in the order
     of the ranks, one operation after another, so that all ranks get the same bits.
 
     Args:
@@ -170,10 +171,10 @@ class Agreement:
 
     def __init__(self, totals: torch.Tensor, dense_gradients: list[torch.Tensor]) -> None:
         is_bad = totals.new_zeros(1)
-        if totals.is_cuda and dense_gradients:  # there may be none, of a dense part without parameters
+        if totals.is_cuda and dense_gradients:  # a dense part without parameters has none
             is_bad = (~all_finite(dense_gradients)).float()[None]
         elif dense_gradients:
-            # One operation for all of them; the factor of 1 leaves them as they are. On CUDA it lacks BF16.
+            # One operation for all of them; the factor of 1 leaves them unchanged. On CUDA it lacks BF16.
             torch._amp_foreach_non_finite_check_and_unscale_(dense_gradients, is_bad, totals.new_ones(1))
         # One tensor, so one copy into page-locked memory; the host waits for it, not for later work of the GPU.
         self._sums = torch.cat([totals, is_bad])
@@ -207,7 +208,7 @@ def agree(sums: nn.Parameter, dense_gradients: list[torch.Tensor]) -> Agreement:
 
 
 def filled(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    """Return numbers as a tensor like another, filled on its device: the host would wait for a copy."""
+    """Return numbers as a tensor like another, filled on its device, since the host would wait for a copy."""
     return torch.cat([like.new_full((1,), number) for number in numbers])
 
 

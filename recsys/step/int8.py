@@ -1,4 +1,4 @@
-"""Linear layers in INT8, inputs too, row by row: as evaluation computes them, and the graphs of an export."""
+"""Linear layers in INT8, with inputs rounded row by row: for evaluation, and for exported graphs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

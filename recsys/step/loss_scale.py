@@ -15,7 +15,7 @@ _GREATEST_SCALE = 2.0**24
 class LossScale:
     """Keeps the small gradients of FP16 from becoming 0 (Micikevicius et al. 2018, arXiv:1710.03740).
 
-    Gradients by vectors are divided by it as they leave the dense part, so tables do not depend on it.
+    Gradients of vectors are divided by it as they leave the dense part, so tables do not depend on it.
 
     Attributes:
         value: what the mean loss is multiplied by.

@@ -56,7 +56,7 @@ class Lookup:
         object.__setattr__(self, "tensors", [*pooled, *(vectors.values() for vectors in self.by_id.values())])
 
     def parts(self, bounds: Sequence[int], id_bounds: Sequence[Sequence[int]]) -> Iterator[Part]:
-        """Yield the parts between consecutive `bounds`; arguments as `Batch.micro_batches` and `Batch.id_bounds`."""
+        """Yield the parts between consecutive `bounds`; arguments are `Batch.micro_batches` and `Batch.id_bounds`."""
         ends: list[Sequence[int]] = [(0, vectors.values().shape[0]) for vectors in self.by_id.values()]
         if len(bounds) > 2:
             ends = [id_bounds[self.ids.keys().index(name)] for name in self.by_id]
@@ -65,10 +65,10 @@ class Lookup:
             yield Part(rows, [*of_pooled, *(slice(*of_feature[number : number + 2]) for of_feature in ends)])
 
     def rows(self, part: Part) -> list[torch.Tensor]:
-        """Return the rows of a part of each tensor as the model reads them: FP32, and quantised by `codes`.
+        """Return a part's rows of each tensor as the model reads them: FP32, and quantised by `codes`.
 
-        Gradients by these are used as those by the tensors, as if nothing had been rounded (straight-through: Bengio et
-        al. 2013, arXiv:1308.3432).
+        Their gradients are used as gradients of the tensors, as if nothing had been rounded (straight-through: Bengio
+        et al. 2013, arXiv:1308.3432).
         """
         tensors = [tensor[rows].float() for tensor, rows in zip(self.tensors, part.slices, strict=True)]
         for place, name in enumerate(self.by_id, start=len(tensors) - len(self.by_id)):
@@ -77,7 +77,7 @@ class Lookup:
         return tensors
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Send the gradients by `tensors`, FP32, to the ranks that hold the table rows."""
+        """Send the gradients of `tensors`, FP32, to the ranks that hold the table rows."""
         pairs = [
             (vectors, gradient.to(vectors.dtype))
             for vectors, gradient in zip(self.tensors, gradients, strict=True)
@@ -93,13 +93,13 @@ class Lookup:
         weights: torch.Tensor,
         unpooled: Collection[str],
     ) -> None:
-        """Add to the gradients by `tensors` those of the penalty: factor / 2 × weight × square of each vector.
+        """Add the gradients of the penalty, factor / 2 × weight × square of each vector, to those of `tensors`.
 
-        The vector of a pooled list is its sum, also where its ids are looked up one by one, as of experts or to be
+        The vector of a pooled list is its sum, even if its ids are looked up one by one, as for experts or to be
         quantised.
 
         Args:
-            factors: by feature. weights: of rows, [rows]. unpooled: as of `vectors`.
+            factors: by feature. weights: of rows, [rows]. unpooled: see `vectors`.
         """
         rest = list(zip(self.tensors, gradients, strict=True))
         if self.pooled is not None:
@@ -129,8 +129,8 @@ class Lookup:
         """Return the vectors of a part by feature, in the order of the config, as the model reads them.
 
         Args:
-            tensors: slices of `self.tensors` by the part.
-            averaged: by feature, the features by whose total length of lists its sums are divided; empty lists give 0.
+            tensors: the part's slices of `self.tensors`.
+            averaged: by feature, the features whose lists' total length divides its sums; empty lists give 0.
             unpooled: features of which the model reads a vector for each id.
         """
         keys, rest = self.ids.keys(), list(zip(tensors, part.slices, strict=True))
@@ -148,12 +148,12 @@ class Lookup:
             if name not in unpooled:
                 number = reduce(torch.add, (lengths[keys.index(key)] for key in counted))
                 vectors[name] = vectors[name] / number.clamp(min=1)[:, None]
-        # So far in an order that follows the plan, which a model that reads `vectors.values()` would learn by.
+        # Until here the order depends on the plan, which must not matter to a model that reads `vectors.values()`.
         return {name: vectors[name] for name in keys}
 
 
 def joined(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Join gradients by the parts of a tensor to one by the tensor; None if the model does not read it."""
+    """Return the gradient of a tensor from those of its parts; None if the model does not read it."""
     present = [gradient for gradient in gradients if gradient is not None]
     if len(present) < len(gradients):
         return None
@@ -164,16 +164,16 @@ Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def task_weights(labels: Mapping[str, LabelConfig]) -> dict[str, float]:
-    """Return the weight of each task's loss; empty for a single task of weight 1 on all rows, which is the loss."""
+    """Return the weight of each task's loss; empty for a single task of weight 1 on all rows, which needs no factor."""
     is_plain = len(labels) < 2 and all(x.nulls is LabelNulls.refuse and x.weight == 1 for x in labels.values())
     return {} if is_plain else {name: label.weight for name, label in labels.items()}
 
 
 class StepLoss:
-    """The loss of this rank's rows in one step; collective where there are several tasks.
+    """The loss of this rank's rows in one step; collective if there are several tasks.
 
     Args:
-        weights: of `task_weights`.
+        weights: result of `task_weights`.
 
     Attributes:
         total: the sum over the rows so far, FP32. by_task: the tasks' shares of it, [tasks].
@@ -191,7 +191,7 @@ class StepLoss:
         """Return the loss of some rows, summed over rows and tasks, and add it to `total`.
 
         Raises:
-            UserError: it has no gradient, or is no sum for each task, which a model of the user's own may cause.
+            UserError: a user's own model gives a loss without a gradient, or not one sum for each task.
         """
         losses = in_order_of_tasks(self._model.losses(outputs, rows), self._tasks)
         if self._factors is None:
@@ -211,9 +211,9 @@ class StepLoss:
 
 @torch.no_grad()
 def _task_factors(weights: Mapping[str, float], batch: Batch, weight: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """Return factors for the tasks' sums of losses, [tasks]: divided by the sum of `weight`, they then are means.
+    """Return factors for the tasks' sums of losses, [tasks], which divided by the sum of `weight` then are means.
 
-    Collective, and before the loss, since each task has a denominator of its own.
+    Collective. It runs before the loss, since each task has a denominator of its own.
     """
     by_task = (sum_of_rows(batch.label_weights(task), num_parts) for task in range(len(weights)))
     sums = torch.stack([weight, *by_task])
@@ -224,18 +224,18 @@ def _task_factors(weights: Mapping[str, float], batch: Batch, weight: torch.Tens
 class LastInBackward(torch.autograd.Function):
     """A zero whose backward runs last and calls `gradient`; starts the exchange when all other gradients are ready.
 
-    Autograd goes backward in the order of the forward pass, as far as dependencies leave it a choice.
+    It is made first: where dependencies leave a choice, autograd reverses the order of the forward pass.
     """
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, gradient: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return 0; `gradient` is called in the backward pass, and gives a tensor in the shape of `parameter`."""
+        """Return 0; `gradient` is called in the backward pass, and returns a tensor in the shape of `parameter`."""
         ctx.gradient = gradient
         return parameter.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return what the call gives."""
+        """Return the result of `gradient`."""
         return ctx.gradient(), None
 
 
@@ -246,10 +246,10 @@ class MicroBatches:
         dense: the `DenseHalf`, which runs the model.
 
     Attributes:
-        loss: of this rank's rows.
-        gradients: by `Lookup.tensors`, FP32, of this rank's rows; None for a tensor that the model does not read.
+        loss: that of this rank's rows.
+        gradients: those of `Lookup.tensors` for this rank's rows, FP32; None if the model does not read a tensor.
         lift: factor of all gradients besides the loss scale. vector_lift: a further factor of `gradients`.
-        is_finite: whether the loss and `gradients` are, in the type in which these are sent; a bool of no dimensions.
+        is_finite: whether the loss and `gradients`, in the type they are sent in, are finite; a bool of no dimensions.
     """
 
     def __init__(self, dense: Any, lookup: Lookup, batch: Batch, loss: StepLoss) -> None:
@@ -259,17 +259,17 @@ class MicroBatches:
         self.lift: float | torch.Tensor = 1.0
         if dense.travels_in_fp16:
             self.lift, self.vector_lift = weight_lift(loss.weight, rows), vector_lift(rows)
-        # The loss is a sum over rows, and the gradients exchanged are of the mean, but for weights and rows left out.
+        # The loss is a sum over rows; exchanged gradients are those of the mean, apart from weights and rows left out.
         self._factor = self.lift * (dense.loss_scale.value / rows)
         self._by_part: list[list[torch.Tensor | None]] = []
         self.gradients: list[torch.Tensor | None] = []
         self.is_finite = torch.zeros(())
 
     def run(self) -> None:
-        """Run all passes; in the last one's backward, all that is exchanged sets out.
+        """Run all passes; the backward pass of the last one starts the exchanges.
 
-        A loss that is no sum over rows is computed on the outputs of all, which are then computed again, micro-batch by
-        micro-batch, for the gradient (GradCache: Gao et al. 2021, arXiv:2101.06983).
+        A loss that is not a sum over rows is computed on the outputs of all rows. These are then computed again,
+        micro-batch by micro-batch, for the gradient (GradCache: Gao et al. 2021, arXiv:2101.06983).
         """
         self._dense.sort_buckets()
         cached = self._gradients_by_outputs() if len(self._parts) > 1 and not self._dense.model.loss_by_rows else None
@@ -298,22 +298,22 @@ class MicroBatches:
 
     @torch.no_grad()
     def _set_out(self, leaves: list[torch.Tensor]) -> torch.Tensor:
-        """Return what this rank adds to the sums, when all else of the last backward pass is through.
+        """Return this rank's `Totals.pack`, when the rest of the last backward pass is done.
 
-        After them DistributedDataParallel sends its last gradients.
+        DistributedDataParallel then sends its last gradients.
 
         Args:
-            leaves: of the last micro-batch, which have their gradients; these are not kept.
+            leaves: those of the last micro-batch, whose gradients are ready, and are moved out of them.
         """
         by_part = [*self._by_part, [leaf.grad for leaf in leaves]]
         self._by_part = []
         self.gradients = [joined(gradients) for gradients in zip(*by_part, strict=True)]
-        by_part.clear()  # the parts are as large as what is joined, and all that follows comes on top
+        by_part.clear()  # to free the parts: they are as large as the result, and what follows needs memory too
         for leaf in leaves:
             leaf.grad = None
         dense, weights = self._dense, self._batch.weights
         own = [gradient for gradient in self.gradients if gradient is not None and gradient.numel()]
-        if dense.loss_scale.value != 1 and own:  # no list may have an id
+        if dense.loss_scale.value != 1 and own:  # it is empty if no list has an id
             torch._foreach_div_(own, dense.loss_scale.value)
         if dense.l2:
             factors = {name: factor / len(weights) for name, factor in dense.l2.items()}
@@ -327,7 +327,7 @@ class MicroBatches:
         return Totals.pack(*sums, self._batch, self.is_finite, *asks, self.loss.by_task)
 
     def _gradients_by_outputs(self) -> list[Iterator[torch.Tensor]]:
-        """Return of each of the model's outputs the gradients of the whole batch's loss by its parts, in order."""
+        """Return for each of the model's outputs the gradients of its parts by the whole batch's loss, in order."""
         with torch.no_grad():
             by_part = [
                 _as_tuple(
@@ -340,7 +340,7 @@ class MicroBatches:
         trained = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point()]
         loss = self.loss.add(tuple(leaves) if len(leaves) > 1 else leaves[0], self._batch)
         by_trained = iter(torch.autograd.grad(loss * self._factor, trained, materialize_grads=True))
-        # Of whole numbers there is none; these are outputs that `_pass` leaves out.
+        # Outputs of whole numbers have no gradient, and `_pass` leaves them out.
         gradients = [next(by_trained) if leaf.requires_grad else leaf for leaf in leaves]
         return [iter(whole.split(list(map(len, parts)))) for whole, parts in zip(gradients, outputs, strict=True)]
 

@@ -22,7 +22,7 @@ class Offload(saved_tensors_hooks):
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
 
     def to_device(self, packed: Any, device: torch.device) -> torch.Tensor:
-        """Return the tensor of a result of `to_host`, on a device."""
+        """Return a result of `to_host` as a tensor on a device."""
         return packed.to(device, non_blocking=True)
 
     def _pack(self, tensor: torch.Tensor) -> Any:

@@ -21,7 +21,7 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters that have gradients; arguments as of PyTorch's, which takes the first step."""
+        """Update the parameters that have gradients; arguments as for PyTorch's `step`, which runs the first one."""
         (group,) = self.param_groups
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         states = [self.state[parameter] for parameter in parameters]
@@ -49,7 +49,7 @@ class SGD(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters that have gradients; arguments as of PyTorch's, which takes the step."""
+        """Update the parameters that have gradients; arguments as for PyTorch's `step`, which is called."""
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in trained if group["momentum"] else ():
@@ -67,9 +67,9 @@ def build_dense_optimizer(parameters: Iterable[torch.Tensor], config: OptimizerC
     if dense.name is DenseOptimizer.sgd:
         settings["momentum"] = dense.momentum
     if dense.name is DenseOptimizer.lamb:
-        from pytorch_optimizer import Lamb  # here, because it takes a second
+        from pytorch_optimizer import Lamb  # imported here, because that takes a second
 
-        return Lamb(groups, **settings, adam_debias=True)  # else the first step is 10 times as long as the paper's
+        return Lamb(groups, **settings, adam_debias=True)  # or the first step is 10 times as long as the paper's
     classes: dict[DenseOptimizer, type[torch.optim.Optimizer]] = {
         DenseOptimizer.adam: torch.optim.Adam,
         DenseOptimizer.adamw: torch.optim.AdamW,
@@ -82,7 +82,7 @@ def build_dense_optimizer(parameters: Iterable[torch.Tensor], config: OptimizerC
     on_gpu = any(parameter.is_cuda for parameter in groups[0]["params"])
     lacks_fused = dense.name is DenseOptimizer.adagrad and on_gpu and torch.__version__ < "2.13"
     if dense.name is not DenseOptimizer.adafactor and not lacks_fused:
-        settings["fused"] = True  # one kernel in place of ten
+        settings["fused"] = True  # one kernel instead of ten
     return classes[dense.name](groups, **settings)
 
 
@@ -90,7 +90,7 @@ def schedule_factor(schedule: ScheduleConfig, num_steps: int, step: int) -> floa
     """Return the factor of the configured learning rates at a step.
 
     Args:
-        num_steps: of the whole run, at whose end linear and cosine end. step: from 0.
+        num_steps: those of the whole run, over which linear and cosine schedules fall. step: counted from 0.
     """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps

@@ -16,7 +16,7 @@ class StepOutput:
     Attributes:
         unread: reads the totals, for which it may wait; None: they have been read.
         loss: weighted mean over the global batch; with several tasks, the sum of their weighted means.
-        stop, publish: some rank asked to stop, and to publish.
+        stop, publish: some rank asked to stop, or to publish.
         weight: `Model.denominator` of the global batch, which divides the sum of losses.
         losses: with several tasks, the mean of each over the rows that have its label, without the task's weight.
         num_rows, num_bad_rows: of the global batch, as in `Batch`.

@@ -1,4 +1,4 @@
-"""torchrec's training pipeline with the step's two halves, for several GPUs, and simpler ones for one and for CPUs."""
+"""torchrec's training pipeline with the step's two halves for several GPUs; simpler pipelines for one and for CPUs."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ class Pipeline(Protocol):
 
 
 class GatedOptimizer:
-    """An optimizer of the dense part that does nothing in steps which `DenseHalf.backward` has skipped.
+    """An optimizer of the dense part that does nothing in steps that `DenseHalf.backward` has skipped.
 
     The check is here because versions of torchrec's pipeline call the optimizer in different ways.
     """
@@ -79,7 +79,7 @@ class PlainPipeline:
         return self._step(batch)
 
     def _step(self, batch: Batch, copy_next: Callable[[], None] | None = None) -> Any:
-        """Return the output for a batch. `copy_next` is called while the device works on what it has been given."""
+        """Return the output for a batch. `copy_next` is called while the device is still computing."""
         if self._model.training:
             self._optimizer.zero_grad()
         with record_function("## forward ##"):
@@ -112,7 +112,7 @@ class CopyingPipeline(PlainPipeline):
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
-            batch.record_stream(current)  # else its memory would be given out again while the step reads it
+            batch.record_stream(current)  # or its memory would be reused while the step reads it
         return self._step(batch, partial(self._copy_next, dataloader_iter))
 
     def _copy_next(self, dataloader_iter: Iterator[Batch]) -> None:

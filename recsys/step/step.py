@@ -1,9 +1,9 @@
 """The step itself: look up, compute, agree, update.
 
-The forward and backward passes of the model run on detached vectors. Then two exchanges run together: of the gradients
-of the dense part, with a few totals over all ranks behind them, and of the gradients by vectors, which go to the ranks
-that hold the rows. When the totals say that the step is finite everywhere, gradients are divided by the sum of weights
-and the tables are updated. So nothing changes a table before every rank knows that.
+The forward and backward passes of the model run on detached vectors. Then two exchanges run together: gradients of the
+dense part are averaged, followed by a few totals over all ranks, and gradients of vectors go to the ranks that hold the
+rows. If the totals say that the step is finite everywhere, gradients are divided by the sum of weights and the tables
+are updated. So nothing changes a table before every rank knows that.
 
 Without `train.check_every_step` no host waits for the totals: if a step is not finite, tables get gradients of 0, which
 leave their rows as they are, and the optimizer of the dense part skips the step on the device.
@@ -50,23 +50,23 @@ class DenseHalf(nn.Module):
 
     Attributes:
         stop_requested: set by a signal handler; a step's totals carry it to all ranks.
-        publish_requested: the model is to be published after the step; likewise.
+        publish_requested: whether to publish the model after the step; sent to all ranks likewise.
         enter_phase: called with "forward" and "backward" when a training step begins them.
-        gate: holds gradients by vectors back from the tables of this rank.
+        gate: holds gradients of vectors back from the tables of this rank.
         sums: a parameter whose gradient is this rank's `Totals.pack`, so that it is summed over the ranks with the
             other gradients, without a message of its own.
         replicated: trains the replicated tables, on their ids and gradients by feature.
-        autocast: the type that the model computes in; None: that of its weights. loss_scale: 1 unless it is FP16.
-        travels_in_fp16: gradients by vectors are, or may be, FP16.
+        autocast: the type that the model computes in; None: that of its weights. loss_scale: 1 unless that is FP16.
+        travels_in_fp16: whether gradients of vectors are, or may be, FP16.
         l2: by feature, the factor of the penalty on its vectors; see `TableConfig`.
         unpooled: features of which the model reads a vector for each id of a list.
-        codes: by feature, the code that its vectors are quantised to. in_int8: linear layers are, outside training.
-        late_exchange: gradients by vectors are sent behind the totals: a GPU queues both exchanges, and its host waits
-            for the totals alone. On CPUs they are sent before the host waits for the totals.
-        skipped: with `checks`, the last step changed nothing, because it was not finite.
-        checks: the host waits for the totals of each step. is_bad: without `checks`, `Agreement.is_bad` of the step.
+        codes: by feature, the code that its vectors are quantised to. in_int8: run linear layers so outside training.
+        late_exchange: whether gradients of vectors are sent after the totals: a GPU queues both exchanges, and its host
+            waits for the totals alone. On CPUs they are sent before the host waits for the totals.
+        skipped: with `checks`, whether the last step changed nothing, because it was not finite or weightless.
+        checks: whether the host waits for each step's totals. is_bad: without that, `Agreement.is_bad` of the step.
         offload: a context for the model's forward pass in training that moves saved tensors to host memory.
-        shards: slices of the dense part, by which its optimizer is sharded over the ranks; None: it is not.
+        shards: slices of the dense part, if its optimizer is sharded over the ranks; otherwise None.
     """
 
     def __init__(self, model: Model, config: Config) -> None:
@@ -95,21 +95,21 @@ class DenseHalf(nn.Module):
         self.shards: DenseShards | None = None
         self._replica: DistributedDataParallel | None = None  # with several ranks of GPUs
         self._joined: JoinedGradients | None = None  # with several ranks of CPUs
-        self._reached: set[nn.Parameter] = set()  # with a replica: by the backward pass of this micro-batch
+        self._reached: set[nn.Parameter] = set()  # with a replica: in this micro-batch's backward pass
         self._running: Iterator[torch.Tensor] = iter(())
-        self._norm: torch.Tensor | None = None  # where gradients are clipped
+        self._norm: torch.Tensor | None = None  # if gradients are clipped
 
     def replicate(self, device: torch.device) -> None:
         """Give all ranks the weights and buffers of rank 0, and set up the averaging of gradients; collective."""
-        # Of a class of the user's own they may be drawn by a generator that the seed does not set. Before torch 2.13
-        # DistributedDataParallel leaves buffers that it does not exchange in each step as they are at the start too.
+        # A user's own class may draw them from a generator that the seed does not set. Before torch 2.13,
+        # DistributedDataParallel sets buffers at the start only if it exchanges them in each step too.
         for tensor in (*self._dense_parameters, *self.model.buffers()):
             set_to_rank_zero(tensor)
         if not self.late_exchange:
             parameters = [parameter for parameter in self._dense_parameters if parameter.requires_grad]
             self._joined = JoinedGradients([*parameters, self.sums])
             return
-        # Training changes no buffer. torch 2.13 warns of the old name, on each rank.
+        # Training changes no buffer. torch 2.13 warns about the old name, on each rank.
         exchanges_buffers = "broadcast_buffers" if torch.__version__ < "2.13" else "forward_sync_buffers"
         settings: dict[str, Any] = {exchanges_buffers: False, "gradient_as_bucket_view": True}
         device_ids = [device.index] if device.type == "cuda" else None
@@ -122,8 +122,8 @@ class DenseHalf(nn.Module):
     def sort_buckets(self) -> None:
         """Have DistributedDataParallel sort its buckets, as it does once, in the second step; collective.
 
-        By itself it would wait for its next forward pass with gradients. A loss over the whole batch has exchanges of
-        its own: before that pass on ranks with several micro-batches, and behind it on those with one.
+        By itself it would do so in its next forward pass with gradients. But a loss over the whole batch has exchanges
+        of its own, before that pass on ranks with several micro-batches, and after it on ranks with one.
         """
         if self._replica is not None:
             self._replica.reducer._rebuild_buckets()
@@ -142,7 +142,7 @@ class DenseHalf(nn.Module):
         """Return the loss of this rank's rows, and the output; in training it runs the step up to its `yield`.
 
         Args:
-            pooled: a vector for each row, by feature. by_id: one for each id, by feature, of each collection.
+            pooled: a vector for each row, by feature. by_id: for each collection, a vector for each id, by feature.
         """
         vectors_by_id = {name: jagged for vectors in by_id for name, jagged in vectors.items()}
         lookup = Lookup(batch.ids, pooled, vectors_by_id, self.codes)
@@ -179,8 +179,8 @@ class DenseHalf(nn.Module):
         yield passes.loss.total
         self.enter_phase("backward")
         output.unread = partial(self._read, output, agreement, passes.is_finite)
-        # The gradients' means and torchrec's backward divide by the number of ranks; the loss is the mean over the
-        # weights of the global batch, which is often 1 for each of its rows.
+        # So far, gradients are divided by the number of ranks and by this rank's rows. The loss is the sum over the
+        # global batch divided by the sum of its weights, which are often 1 for each row.
         ranks = dist.get_world_size()
         summands = ranks * len(batch.weights)
         scale: float | torch.Tensor
@@ -239,15 +239,15 @@ class DenseHalf(nn.Module):
         return [p.grad for p in self._dense_parameters if p.grad is not None]
 
     def exchanging(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a micro-batch's passes: gradients are summed locally, and exchanged with the last."""
+        """Return the context of a micro-batch's passes: gradients are summed here, and exchanged in the last."""
         self._reached.clear()
         return nullcontext() if last or self._replica is None else self._replica.no_sync()
 
     def complete(self) -> None:
-        """Give parameters that no row has used gradients of 0, on any number of ranks.
+        """Give gradients of 0 to parameters that no row has used, on any number of ranks.
 
-        Optimizers leave out a parameter without a gradient, decay and momentum too. DistributedDataParallel waits until
-        the last micro-batch has given gradients to all, also to those that have some of earlier ones.
+        Optimizers skip a parameter without a gradient, with its decay and momentum. DistributedDataParallel waits until
+        the last micro-batch has given gradients to all, including those that got some from earlier ones.
         """
         trained = [parameter for parameter in self._dense_parameters if parameter.requires_grad]
         if self._replica is None:
@@ -261,7 +261,7 @@ class DenseHalf(nn.Module):
         """Return the model's outputs for the rows of a micro-batch.
 
         Args:
-            tensors: slices of `lookup.tensors` by the part.
+            tensors: the part's slices of `lookup.tensors`.
         """
         if self._dropouts:
             set_dropout_keys(self._dropouts, self._seed, rows.position.num_rows, rows.row_numbers(*part.rows))
@@ -283,11 +283,11 @@ class TrainStep(nn.Module):
 
     Args:
         embeddings: pooled tables, which sum the rows of each list; None if there is none.
-        embeddings_by_id: tables that give a vector for each id of a list, a collection for each dimension.
+        embeddings_by_id: tables that return a vector for each id of a list, in a collection for each dimension.
 
     Attributes:
-        local, local_by_id: look ids up in the sharded `embeddings` and `embeddings_by_id` where `is_local` holds;
-            None and none: torchrec does.
+        local, local_by_id: look ids up in the sharded `embeddings` and `embeddings_by_id` if `is_local` holds;
+            otherwise None and empty, and torchrec looks ids up.
     """
 
     def __init__(
