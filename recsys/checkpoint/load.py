@@ -96,7 +96,7 @@ def load_tensors(
     world.agree(lambda: _check_names(path, marker))
     targets = tensors.to_load()
     entries = {name: Entry.of(local) for name, local in targets.items()}
-    # Of all ranks, since a rank knows no state of a table that it holds no shard of.
+    # Gathered from all ranks, since a rank knows no state of a table that it holds no shard of.
     here = {name: entry for by_rank in world.gather(entries) for name, entry in by_rank.items()}
     choice = _Choice(path, marker, here, config, kept_ids or {})
     choice.tables()
@@ -122,7 +122,7 @@ def load_tensors(
 
 @contextmanager
 def _initial_rows(tensors: Mapping[str, LocalTensor], rows_of: Callable[[str], np.ndarray]) -> Iterator[None]:
-    """Restore some rows of tables and of optimizers' state at the end, from copies in host memory."""
+    """Keep copies of some rows of tables and optimizers' state in host memory, and restore them at the end."""
     kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for name, local in tensors.items():
         rows = rows_of(name)
@@ -211,9 +211,9 @@ class _Choice:
                 self.report.left[name] = "state of the optimizer"
 
     def spans(self, name: str) -> list[tuple[int, int, int]]:
-        """Return which rows of a table, or of its optimizer's state, are loaded, as of `_moved`.
+        """Return which rows of a table, or of its optimizer's state, are loaded, as `spans` of `_moved`.
 
-        Behind the null row and those of its vocabulary's ids a table has the rows that all other ids share.
+        After the null row and the rows of its vocabulary's ids, a table has the rows that all other ids share.
         """
         here, there = self._wanted[name].size[0], self._saved[name].size[0]
         table = _table_of(name)
@@ -228,7 +228,7 @@ class _Choice:
         return np.zeros(0, np.int64) if kept is None else NULL_ROW + 1 + kept.evicted
 
     def _sides(self, prefix: str, take: Take, key: str, decide: Callable[[str, Entry, Entry], None]) -> None:
-        """Decide on the tensors with a prefix: `decide` on those that both sides have."""
+        """Decide on the tensors with a prefix; `decide` is called for those that both sides have."""
         names = [name for name in dict.fromkeys([*self._wanted, *self._saved]) if name.startswith(prefix)]
         for name in names:
             here, there = self._wanted.get(name), self._saved.get(name)
@@ -308,7 +308,7 @@ class _Choice:
 
 
 def _belongs(name: str, marker: Marker) -> bool:
-    """Return whether a tensor is a table, a dense weight, or of one of these or of a rank."""
+    """Return whether a tensor is a table or a dense weight, or belongs to one of these or to a rank."""
     if match := re.match(rf"({RNG}|{IDS})(\d+)/", name):
         return int(match[2]) < marker.world_size
     owner = owner_of(name)
@@ -316,12 +316,12 @@ def _belongs(name: str, marker: Marker) -> bool:
 
 
 def _is_of_table(name: str) -> bool:
-    """Return whether a tensor is a table, or of its optimizer."""
+    """Return whether a tensor is a table, or state of its optimizer."""
     return name.startswith((TABLES, TABLE_OPTIMIZER))
 
 
 def _table_of(name: str) -> str:
-    """Return the table of a tensor that is one, or of its optimizer."""
+    """Return the name of the table that a tensor is, or whose optimizer's state it is."""
     return owner_of(name).removeprefix(TABLES)
 
 

@@ -1,8 +1,8 @@
-"""Tables as Parquet: exported from a checkpoint without a process group, imported into a run that begins.
+"""Tables as Parquet: exported from a checkpoint without a process group, imported into a new run.
 
-Columns: `row` int64; of a vocabulary table also `id`, null for rows that are no single id's, and `bucket`, the number
-of the row among those that the other ids share; `vector`, embedding_dim floats; then the optimizer's state, a float or
-embedding_dim floats. The file's metadata name the optimizer, and how many updates its state has seen.
+Columns: `row` int64; for a vocabulary table also `id`, null for rows that belong to no single id, and `bucket`, the
+number of the row among those that the other ids share; `vector`, embedding_dim floats; then the optimizer's state, a
+float or embedding_dim floats. The file's metadata name the optimizer, and say how many updates its state has seen.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -37,12 +37,12 @@ def export_table(source: Path, table: str, out: Path) -> int:
     """Write a table of a checkpoint as Parquet, a chunk of rows at a time; return the number of its rows.
 
     Args:
-        source: a run directory, whose best or newest checkpoint is taken, or a checkpoint.
-        out: replaced once it is complete.
+        source: a run directory, whose best or newest checkpoint is used, or a checkpoint.
+        out: replaced once the new file is complete.
 
     Raises:
         UserError: there is no such checkpoint, it is corrupt, or it has no such table; or `out` is a folder or a file
-            of something else, or cannot lie where it is to.
+            of something else, or cannot be written there.
     """
     path = find_checkpoint(source, "RUN_OR_CHECKPOINT")
     marker = Marker.read(path)
@@ -90,7 +90,7 @@ def _keys(start: int, stop: int, vocabulary: pa.Array | None) -> dict[str, pa.Ar
 
 
 def to_arrow(tensor: torch.Tensor) -> pa.Array:
-    """Return a tensor [rows], or [rows, columns] as lists of one length, of any type and device, as float32."""
+    """Return a tensor of any type and device as float32: [rows] as numbers, [rows, columns] as lists of one length."""
     values = pa.array(tensor.float().cpu().reshape(-1).numpy())
     return values if tensor.dim() == 1 else pa.FixedSizeListArray.from_arrays(values, tensor.shape[1])
 
@@ -99,7 +99,7 @@ class TableRows:
     """Finds the table rows of a Parquet file's rows, by raw id or by number.
 
     Args:
-        vocabulary: of a vocabulary table. kept: of one of which rows were pruned.
+        vocabulary: that of a vocabulary table. kept: the kept rows of a pruned table.
         has_texts: whether the table's ids are texts in the data; None: not known.
     """
 
@@ -117,14 +117,14 @@ class TableRows:
         self._first_shared = self._first_bucket if kept is None else kept.num_rows - 1
 
     def find(self, batch: pa.RecordBatch) -> np.ndarray:
-        """Return the table row of each row of a record batch, int64, or -1 where the table has none.
+        """Return the table row of each row of a record batch, int64, or -1 if the table has none.
 
-        By `id` where there is such a column, with the null row and the shared rows by `bucket`; else by `row`.
-        Vectors of ids that have no row of their own in a vocabulary, or after pruning, are left out, since others share
-        theirs.
+        Rows are found by `id` if there is such a column (the null row by `row`, shared rows by `bucket`), otherwise by
+        `row`. Vectors of ids without a row of their own, in a vocabulary or after pruning, are left out, since other
+        ids share their rows.
 
         Raises:
-            UserError: the ids are texts, and numbers in the data, or the reverse, so that they are none of those.
+            UserError: the ids are texts, but numbers in the data, or the reverse, so none would be found.
         """
         if "id" not in batch.schema.names:
             return _whole_numbers(batch, "row")
@@ -156,8 +156,8 @@ class Imported:
 
     Attributes:
         num_rows: rows of the file that have a place in the table, on any rank.
-        updates: how many the optimizer's state in the file has seen; 0 where it has none, or does not say.
-        optimizer: whose state that is; only the table's own is taken.
+        updates: how many the optimizer's state in the file has seen; 0 if it has no state, or does not say.
+        optimizer: the one that the state belongs to; the state is used only if it is the table's own optimizer.
     """
 
     num_rows: int
@@ -170,11 +170,11 @@ def import_table(
 ) -> Imported:
     """Set rows of a table, and of its optimizer's state, from a Parquet file of vectors.
 
-    State that the file lacks, or has of another optimizer, becomes 0 in these rows, as in new ones: the present state
+    State that the file lacks, or has for another optimizer, becomes 0 in these rows, as in new ones: the present state
     belongs to the old vectors, and FTRL would restore them from it.
 
     Args:
-        table: its name. optimizer: the name of its own.
+        table: its name. optimizer: name of its optimizer.
         targets: this rank's tensors by their names in a checkpoint; those of the table are set in place.
 
     Raises:
@@ -196,7 +196,7 @@ def import_table(
                 num_rows += _set_rows(key, batch, places, columns, taken)
     except (pa.ArrowException, OSError, TypeError, ValueError) as error:
         raise UserError(f"{key} cannot be read ({' '.join(str(error).split())[:200]}); name another one") from error
-    # Not by what this rank holds, as all have to say the same.
+    # This does not depend on what this rank holds, since all ranks have to return the same.
     return Imported(num_rows, updates, there) if states else Imported(num_rows)
 
 
@@ -230,7 +230,7 @@ def _set_rows(
 
 
 def _whole_numbers(batch: pa.RecordBatch, column: str) -> np.ndarray:
-    """Return a column of any type of whole numbers as int64 [rows], and -1 in place of null."""
+    """Return a column of any type of whole numbers as int64 [rows], with -1 for null."""
     return batch.column(column).cast(pa.int64()).fill_null(-1).to_numpy()
 
 
@@ -241,7 +241,7 @@ def _optimizer_of(file: pq.ParquetFile, default: str) -> tuple[str, int]:
 
 
 def _opened(path: Path) -> pq.ParquetFile:
-    """Open a file in Parquet's own types, since its writer may have had list views, or UUIDs for texts."""
+    """Open a file in Parquet's own types, since its writer may have used list views, or UUIDs for texts."""
     footer = metadata_of(Storage(), str(path), path.stat().st_size)
     return opened(str(path), footer, page_checksum_verification=True, **STREAMED)
 
@@ -257,7 +257,7 @@ def _check_columns(key: str, names: list[str], settings: TableConfig) -> None:
 def _from_arrow(key: str, name: str, column: pa.Array, local: LocalTensor) -> torch.Tensor:
     width, in_lists = torch.Size(local.size[1:]).numel(), pa.types.is_list(column.type)
     values = column.flatten() if in_lists else column
-    # Of each row: lists of other lengths may have the same sum.
+    # Each row is checked, since lists of other lengths may have the same sum.
     fits = not in_lists or pc.all(pc.equal(pc.list_value_length(column), width), min_count=0).as_py()
     if in_lists != (len(local.size) > 1) or column.null_count or values.null_count or not fits:
         raise UserError(f"{key}: column '{name}' must have {width} numbers a row, and no null")

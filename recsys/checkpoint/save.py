@@ -42,10 +42,10 @@ class Checkpoints:
 
     Args:
         folder: RUN/checkpoints.
-        keep: how many of the newest stay; the best one of early stopping stays besides.
+        keep: how many of the newest stay; the best one of early stopping stays too.
         documents: files that are copied into each (config, plan).
-        background: write a copy in host memory while training goes on.
-        meaning, facts: as of `Marker`.
+        background: write from a copy in host memory while training goes on.
+        meaning, facts: see `Marker`.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Checkpoints:
         self._prune(marker.state.best_step, self._keep)
 
     def _update(self, final: Path, state: TrainState) -> None:
-        """Update the state in a checkpoint of the same step and tensors, as by an evaluation since it was saved."""
+        """Update the state in a checkpoint of the same step and tensors, for example after an evaluation."""
         before = Marker.read(final)
         replace(before, state=state, meaning=self._meaning or before.meaning).write(final)
         self._point_to(final)
@@ -226,8 +226,8 @@ class Checkpoints:
     def _make_room(self, needed: int, best_step: int | None) -> int:
         """Remove incomplete checkpoints that a crash has left behind; return the free bytes.
 
-        If those are too few, damaged checkpoints go too, and then those that the next save would remove, but for the
-        last one.
+        If those are too few, damaged checkpoints are removed too, and then those that the next save would remove,
+        except the last one.
         """
         self.folder.mkdir(exist_ok=True)
         for path in self.folder.glob("*.tmp"):
@@ -268,7 +268,7 @@ def _joined(by_rank: Iterable[dict[str, Entry]]) -> dict[str, Entry]:
 
 
 def _attempt_write(action: Callable[[], T], final: Path) -> T:
-    """Run an action that writes or removes files; an OSError becomes a UserError on the checkpoint."""
+    """Run an action that writes or removes files; an OSError becomes a UserError that names the checkpoint."""
     try:
         return action()
     except OSError as error:

@@ -41,7 +41,7 @@ def find_source(config: Config, run_dir: Path, world: World) -> Source | None:
     """Return the checkpoint that the run starts from, or None; collective.
 
     Raises:
-        UserError: a checkpoint that is corrupt, or none where one is asked for.
+        UserError: a checkpoint is corrupt, or the one that is asked for does not exist.
     """
     if config.run.resume and (newest := Checkpoints(run_dir / "checkpoints", world, keep=1).newest_valid()):
         return Source(*newest, None)
@@ -65,7 +65,7 @@ def check_facts(checkpoint: Path, marker: Marker, names: list[str]) -> None:
     """Refuse vocabularies and figures other than those that a checkpoint was trained with.
 
     Args:
-        names: of files in `facts_of` that are to be read.
+        names: files in `facts_of` that are to be read.
 
     Raises:
         UserError: names the file.

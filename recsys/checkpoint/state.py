@@ -1,4 +1,4 @@
-"""Training state and marker of a checkpoint: all of it but the tensors."""
+"""Training state and marker of a checkpoint: all of it except the tensors."""
 
 import dataclasses
 import json
@@ -29,19 +29,19 @@ class TrainState:
     """Progress of training: position in the data, counts, early stopping.
 
     Attributes:
-        position: in the data, after `step` steps trained.
-        bad_steps: of `step`, those that were not finite and changed nothing.
-        overflows: of `step`, those whose gradient overflowed FP16, likewise.
-        updates_before: by table, the updates that its optimizer's state had seen in the runs that it comes from.
-        loss_scale, loss_scale_good_steps: as of `LossScale`; None and 0 of a run that does not compute in FP16.
+        position: position in the data after `step` steps.
+        bad_steps: how many of these steps were not finite, and changed nothing.
+        overflows: how many of these steps had a gradient that overflowed FP16, and changed nothing.
+        updates_before: by table, the updates that its optimizer's state had seen in earlier runs that it comes from.
+        loss_scale, loss_scale_good_steps: see `LossScale`; None and 0 in a run that does not compute in FP16.
         epoch_rows: for each epoch begun, the rows trained, those left out as bad, and those of bad steps, as counted
             in the batches.
-        fingerprints: of the files of data.train, of those that early stopping compares by, and of those that negatives
-            are drawn from.
-        rate_factor: factor of the learning rates by a plateau schedule; other schedules do not read it.
+        fingerprints: by role, those of the files of data.train, of the datasets that early stopping evaluates, and of
+            the items that negatives are drawn from.
+        rate_factor: factor of the learning rates that a plateau schedule has reached; other schedules do not read it.
         evaluated_step: of the last evaluation on data.valid; best_metric, best_step, bad_evaluations: early stopping.
         window: sum and number of losses since the last line of metrics.jsonl, by "" and, with several tasks, by task.
-        metrics: of the last evaluation of each dataset.
+        metrics: by dataset, those of its last evaluation.
     """
 
     position: Position
@@ -62,7 +62,7 @@ class TrainState:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def updates_of(self, table: str) -> int:
-        """Return how many updates of a table its optimizer's state has seen, by which some correct their moments."""
+        """Return how many updates of a table its optimizer's state has seen; some correct their moments by this."""
         return self.updates_before.get(table, 0) + self.step - self.bad_steps - self.overflows
 
 
@@ -72,9 +72,9 @@ class Marker:
 
     Attributes:
         files: (bytes, checksum) of every other file by name.
-        scalars: state of the dense optimizer that is no tensor, by name.
+        scalars: state of the dense optimizer that is not a tensor, by name.
         optimizer: class of the dense optimizer.
-        approximate: tensors that are no exact copy of the trained ones, each with the reason.
+        approximate: tensors that are not exact copies of the trained ones, each with the reason.
         versions: of Python and the libraries; world_size: ranks that wrote it.
         meaning: settings that give rows and numbers their meaning: see `recsys.config.meaning`.
         facts: (bytes, checksum) of the files of RUN/vocabulary by name.
@@ -93,7 +93,7 @@ class Marker:
     tensors: dict[str, Entry] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write the marker, synced, in place of an earlier one."""
+        """Write the marker, synced, and replace an earlier one."""
         content = {"format": FORMAT, **dataclasses.asdict(self)}
         # The first line is the checksum of the second.
         text = json.dumps(content)
@@ -136,7 +136,7 @@ class Marker:
 
 
 def _check_types(*records: Any) -> None:
-    """Raise a TypeError where a value is of another type than its field, or a whole number is below 0."""
+    """Raise a TypeError if a value is of another type than its field, or a whole number is below 0."""
     for record in records:
         for name, hint in typing.get_type_hints(type(record)).items():
             value = getattr(record, name)
@@ -161,7 +161,7 @@ def verify_checkpoint(folder: Path, world: World) -> Marker:
     """Verify the checksum of every file of a checkpoint, each rank its share; return the marker; collective.
 
     Raises:
-        UserError: on every rank, the checkpoint is not what was written.
+        UserError: on every rank, if the checkpoint differs from what was written.
     """
     marker = world.from_rank_zero(lambda: Marker.read(folder))
     names = sorted(marker.files)[world.rank :: world.world_size]
@@ -188,7 +188,7 @@ def refused_of(folder: Path) -> Path:
 
 
 def find_checkpoint(path: str | Path, key: str = "config key 'train.init_from'") -> Path:
-    """Return the checkpoint of a path: itself, or of a run directory the best, else the newest.
+    """Return the checkpoint that a path names: itself, or the best of a run directory, otherwise its newest.
 
     Args:
         key: what names the path, for messages.

@@ -33,8 +33,8 @@ class LocalTensor:
     """One tensor of a checkpoint, as far as this rank holds it.
 
     Attributes:
-        size: of the whole tensor.
-        shards: of this rank; when loading they may cover a part only, and the same rows twice.
+        size: that of the whole tensor.
+        shards: those on this rank; when loading, they may cover only a part, or the same rows twice.
         replicated: every rank holds all of it.
     """
 
@@ -171,7 +171,7 @@ def gather_rows(folder: Path, entry: Entry, rows: np.ndarray) -> torch.Tensor:
 
 
 def read_rows(folder: Path, entry: Entry, start: int, stop: int) -> torch.Tensor:
-    """Return rows of a tensor of a checkpoint, in its type; errors as of `read_tensors`."""
+    """Return rows of a checkpoint's tensor, in its type; raises the errors of `read_tensors`."""
     rows = torch.empty((stop - start, *entry.size[1:]), dtype=entry.torch_dtype)
     shard = LocalShard(rows, (start, *[0] * (rows.dim() - 1)))
     read_tensors(folder, {"": entry}, {"": LocalTensor(entry.size, rows.dtype, (shard,))})
@@ -198,7 +198,7 @@ def _read_common(path: Path, place: Place, dtype: torch.dtype, shard: LocalShard
 
 
 def _within(box: Iterable[tuple[int, int]], offsets: Iterable[int]) -> tuple[slice, ...]:
-    """Return the slices of a tensor that begins at `offsets` which lie in a box of (start, stop)."""
+    """Return the slices that a box of (start, stop) takes from a tensor that begins at `offsets`."""
     return tuple(slice(start - offset, stop - offset) for (start, stop), offset in zip(box, offsets, strict=True))
 
 
@@ -230,7 +230,7 @@ def _whole(numbers: Any) -> tuple[int, ...]:
 
 
 def _tile(size: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Return whether boxes of (offsets, sizes) cover a tensor, each element once, as cut by rows, and by columns."""
+    """Return whether boxes of (offsets, sizes), cut by columns, then by rows, cover each element of a tensor once."""
     if any(len(side) != len(size) for box in boxes for side in box):
         return False
     if not size or 0 in size:

@@ -1,8 +1,8 @@
 """Checkpoint tensors in canonical form, the same for any number of ranks and any sharding plan.
 
-`tables/T` is [num_embeddings, embedding_dim] and `table_optimizer/T/S` the same, or [num_embeddings] of a row-wise
-optimizer; `dense/P` and `dense_optimizer/P/S` go by the name of the parameter, `rng/R/G` by rank, and
-`ids/R/F`, what has been counted of the ids of features, by both.
+`tables/T` is [num_embeddings, embedding_dim]; `table_optimizer/T/S` is the same, or [num_embeddings] for a row-wise
+optimizer. P in `dense/P` and `dense_optimizer/P/S` is the name of a parameter, R in `rng/R/G` is a rank, and
+`ids/R/F` has the counts of a feature's ids on a rank.
 """
 
 import inspect
@@ -32,7 +32,7 @@ class Tensors:
     Attributes:
         tables: weights by table; table_optimizer: state by `TABLE/STATE`; ShardedTensors, or tensors that every rank
             holds.
-        slices: where `dense_optimizer` is sharded over the ranks, `DenseShards.slices`.
+        slices: `DenseShards.slices` if `dense_optimizer` is sharded over the ranks.
         statistics: of ids, by feature.
         after_load: called once tables have been loaded in place.
     """
@@ -70,7 +70,7 @@ class Tensors:
         return tensors, approximate
 
     def scalars(self) -> dict[str, Any]:
-        """Return the state of the dense optimizer that is no tensor, by name."""
+        """Return the state of the dense optimizer that is not a tensor, by name."""
         return {name: value for name, value in self._optimizer_state().items() if isinstance(value, _SCALARS)}
 
     def to_load(self) -> dict[str, LocalTensor]:
@@ -103,7 +103,7 @@ class Tensors:
         return room
 
     def _optimizer_tensors(self) -> dict[str, LocalTensor]:
-        """Return the dense optimizer's tensors; where it is sharded, each rank has its rows, and one the counters."""
+        """Return the dense optimizer's tensors; if it is sharded, each rank has its rows, and one has the counters."""
         state = {DENSE_OPTIMIZER + n: v for n, v in self._optimizer_state().items() if isinstance(v, torch.Tensor)}
         if self.slices is None:
             return {name: LocalTensor.of(value) for name, value in state.items()}
@@ -118,13 +118,13 @@ class Tensors:
     def set_dense_optimizer(self, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
         """Restore the state of the dense optimizer.
 
-        Its settings (weight decay …) stay those of this run's config; parameters without state start from none.
+        Its settings (weight decay …) stay those of this run's config; parameters without saved state start anew.
 
         Args:
-            tensors: by `PARAMETER/STATE`; scalars: likewise, and of the groups of parameters by `group0/NAME`.
+            tensors: by `PARAMETER/STATE`; scalars: likewise, and by `group0/NAME` for the groups of parameters.
 
         Raises:
-            KeyError, ValueError: they are no state of this optimizer.
+            KeyError, ValueError: they are not a state of this optimizer.
         """
         content = self.dense_optimizer.state_dict()
         parameters = self.parameters()
@@ -159,7 +159,7 @@ class Tensors:
         """Add saved counts of ids, tensors `ids/R/F`, to the statistics.
 
         Raises:
-            KeyError, ValueError: they are of another feature, or no statistics.
+            KeyError, ValueError: they are of another feature, or not statistics.
         """
         for name, value in tensors.items():
             if name.startswith(IDS):
@@ -167,7 +167,7 @@ class Tensors:
 
 
 def owner_of(name: str) -> str:
-    """Return the table or weight, `tables/T` or `dense/P`, that a tensor is the optimizer's state of, else its name."""
+    """Return the table or weight, `tables/T` or `dense/P`, whose optimizer state a tensor is; otherwise its name."""
     for states, owners in ((TABLE_OPTIMIZER, TABLES), (DENSE_OPTIMIZER, DENSE)):
         if name.startswith(states):
             return owners + name.removeprefix(states).rpartition("/")[0]
@@ -175,7 +175,7 @@ def owner_of(name: str) -> str:
 
 
 def _local_rows(state: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, first: int) -> LocalTensor:
-    """Wrap the state of a slice `own` of a parameter, which begins at row `first`; a counter is of the whole one."""
+    """Return the state of `own`, a slice of the parameter `whole` from row `first` on; a counter is for all of it."""
     of_rows = state.dim() > 0 and state.shape == own.shape
     offsets = tuple(first if of_rows and dim == 0 else 0 for dim in range(state.dim()))
     return LocalTensor(tuple(whole.shape if of_rows else state.shape), state.dtype, (LocalShard(state, offsets),))
@@ -183,7 +183,7 @@ def _local_rows(state: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, fir
 
 def _check_state(name: str, state: dict[str, Any], parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Raise a ValueError if a parameter's state has other names, shapes or types than a step of the optimizer makes."""
-    # A step of a parameter of 2 × 2 shows which dimensions of the state are as long as the parameter's.
+    # A step with a parameter of 2 × 2 shows which dimensions of the state are as long as the parameter's.
     small = torch.nn.Parameter(parameter.new_zeros((2,) * parameter.dim()))
     small.grad = torch.zeros_like(small)
     wanted = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
@@ -207,7 +207,7 @@ def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
     The second number of a pair from the normal distribution, which NumPy and Python buffer, is not saved.
 
     Returns:
-        uint8 of torch's; int64 [625] of NumPy's and Python's: the words of the Mersenne Twister and its position.
+        uint8 for torch's; int64 [625] for NumPy's and Python's: the words of the Mersenne Twister and its position.
     """
     numpy_state = np.random.get_state(legacy=False)["state"]
     _, state, _ = random.getstate()
@@ -234,7 +234,7 @@ def set_rank_rng(tensors: dict[str, torch.Tensor], world: World) -> None:
 
 
 def _column_shards(weights: dict[str, Any], name: str, state: Any) -> list[tuple[int, int]]:
-    """Return (offset, width) of the column shards that a row-wise state repeats the rows for; empty for others."""
+    """Return (offset, width) of the column shards, for each of which a row-wise state repeats the rows; else []."""
     table = weights[name.rpartition("/")[0]]
     if not hasattr(table, "local_shards") or len(state.size()) != 1 or state.size()[0] == table.size()[0]:
         return []
@@ -242,14 +242,14 @@ def _column_shards(weights: dict[str, Any], name: str, state: Any) -> list[tuple
 
 
 def _column_tensor(weights: dict[str, Any], name: str, state: Any) -> LocalTensor:
-    """Return a state that has each row once for each column shard as one of [rows]; shards may hold a row twice."""
+    """Return, as a tensor [rows], a state that repeats rows for each column shard; shards may hold a row twice."""
     rows = weights[name.rpartition("/")[0]].size()[0]
     shards = tuple(LocalShard(tensor, (offset % rows,)) for tensor, (offset,) in local_shards(state))
     return LocalTensor((rows,), shards[0].tensor.dtype, shards)
 
 
 def _mean_over_columns(weights: dict[str, Any], name: str, state: Any, world: World) -> torch.Tensor:
-    """Return the mean of the state over the column shards by their width, [rows] FP32 in host memory, on every rank."""
+    """Return a state's mean over column shards, weighted by width, [rows] FP32 in host memory, on every rank."""
     rows, columns = weights[name.rpartition("/")[0]].size()
     mean = torch.zeros(rows)
     if state is not None:
