@@ -1,6 +1,6 @@
 """Raw ids to table rows: hashes, vocabularies, statistics.
 
-Every mapping works on whole Arrow columns. It maps an id to the same row on every version, machine and number of ranks.
+Every mapping works on whole Arrow columns. An id gets the same row in every version, on every machine and any ranks.
 """
 
 from recsys.ids.build import build_mapping, build_routes

@@ -19,7 +19,7 @@ def build_mapping(table: TableConfig, vocabulary: pa.Array | None = None, kept: 
 
     Args:
         vocabulary: the ids with rows of their own, in the order of the rows; needed by mapping: vocabulary.
-        kept: the rows that were not pruned; num_embeddings is the number of rows after pruning.
+        kept: for a pruned table, the rows kept; num_embeddings is then the number of rows after pruning.
 
     Raises:
         UserError: num_embeddings is too small.
@@ -46,10 +46,10 @@ def build_mapping(table: TableConfig, vocabulary: pa.Array | None = None, kept: 
 
 
 def build_routes(tables: Mapping[str, TableConfig], mappings: Mapping[str, IdMapping]) -> dict[str, Route]:
-    """Return the routes of the tables that are experts: the ids that each is looked up for.
+    """Return for each table that is an expert its route, which chooses the ids that it is looked up for.
 
     Args:
-        mappings: by table. Before vocabularies are known they are hashes, and experts get equal shares of the ids.
+        mappings: by table. Before vocabularies are known, these are hashes, and experts get equal shares of the ids.
     """
     routes: dict[str, Route] = {}
     for name, table in tables.items():

@@ -1,7 +1,7 @@
-"""Raw ids of any Arrow type as keys, numbers or texts, and keys as 64-bit hashes: the same on every machine.
+"""Raw ids of any Arrow type to keys (numbers or texts), and keys to 64-bit hashes: the same on every machine.
 
-A number is mixed with the finalizer of SplitMix64 (`recsys.runtime.loops`), a one-to-one function of 64 bits; a text,
-which is its UTF-8 bytes, is hashed with XXH3-64. Both are seeded.
+A number is mixed with the finalizer of SplitMix64 (`recsys.runtime.loops`), a one-to-one function of 64 bits. The UTF-8
+bytes of a text are hashed with XXH3-64. Both are seeded.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from recsys.errors import UserError
 from recsys.runtime.counter_random import INCREMENT
 from recsys.runtime.loops import CHUNK, can_hash_texts, hash_numbers, hash_texts, mark, mix
 
-# Of the integers that Arrow holds dates and times as, by their unit or, of dates, by their type.
+# Nanoseconds per step of the integers that Arrow stores for dates and times; by unit, for dates by type.
 NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1, "date32[day]": 86_400 * 10**9, "date64[ms]": 10**6}
 _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
 _TEXTS = {dtype.id for dtype in (*_STRINGS, pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(1))}
@@ -27,12 +27,12 @@ _NO_TEXTS = pa.array([], pa.large_binary())
 
 @dataclass(frozen=True)
 class IdKeys:
-    """Ids as keys: the numbers, then the texts. One of the two is empty, except of decimals, which may be both.
+    """Ids as keys: the numbers, then the texts. One of the two is empty, except for decimals, which may become both.
 
     Attributes:
-        numbers: of any integer type, [numbers]; equal numbers are one id whatever the type.
+        numbers: of any integer type, [numbers]; equal numbers are the same id whatever their type.
         texts: large_binary array, [texts].
-        indices: which key each id is, integers [ids]; None: the i-th id is the i-th key.
+        indices: the number of each id's key, integers [ids]; None: the i-th id has the i-th key.
     """
 
     numbers: np.ndarray
@@ -43,9 +43,9 @@ class IdKeys:
         return len(self.numbers) + len(self.texts)
 
     def hash_chunks(self, seed: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield a chunk's first position among the keys, and uint64 [3, n]: hashes, and two rows of scratch.
+        """Yield for each chunk its first position among the keys, and uint64 [3, n]: hashes, and two rows of scratch.
 
-        The array is overwritten with the next chunk, and may be by the caller.
+        The caller may overwrite the array; the next chunk does.
         """
         scratch = np.empty((3, min(CHUNK, max(len(self.numbers), len(self.texts)))), np.uint64)
         by = increment(seed)
@@ -72,14 +72,13 @@ class IdKeys:
 def read_keys(ids: pa.Array) -> IdKeys:
     """Return the keys of ids.
 
-    Integers, booleans, dates, times and whole floats are numbers, a date or time by its nanoseconds (modulo 2**64), so
-    that it is the same in whatever unit a file holds it.
-    A decimal is a number where it is whole and fits int64, else the text of its digits. Of a dictionary, only entries
-    in use count.
+    Integers, booleans, dates, times and whole floats are numbers. The number of a date or time is its nanoseconds
+    (modulo 2**64), so that it does not depend on the unit in the file. A decimal is a number if it is whole and fits
+    int64, else the text of its digits. Dictionary entries that no id uses are left out.
 
     Raises:
-        UserError: floats that are not whole, or so big that neighbours have become one.
-        TypeError: the column holds another type.
+        UserError: a float is not whole, or so large that its neighbours are not exact.
+        TypeError: the column has another type.
         ValueError: the column holds nulls.
     """
     dtype = ids.type
@@ -94,7 +93,7 @@ def read_keys(ids: pa.Array) -> IdKeys:
         raise TypeError(f"ids must be integers or strings, found {dtype}")
     _refuse_nulls(ids)
     if is_text(dtype):
-        if can_hash_texts():  # which takes a tenth of the time that finding the distinct ones does
+        if can_hash_texts():  # hashing all texts takes a tenth of the time of finding the distinct ones
             return IdKeys(_NO_NUMBERS, _texts(ids))
         encoded = ids.dictionary_encode()
         return IdKeys(_NO_NUMBERS, _texts(encoded.dictionary), numpy_view(encoded.indices))
@@ -104,7 +103,7 @@ def read_keys(ids: pa.Array) -> IdKeys:
 
 
 def keys_of_one_kind(ids: pa.Array) -> IdKeys:
-    """Return the keys of ids that are all numbers or all texts; errors as of `read_keys`, and UserError for others."""
+    """Return the keys of ids that are all numbers or all texts. Raises UserError if not, or errors of `read_keys`."""
     keys = read_keys(ids)
     if len(keys.numbers) and len(keys.texts):
         raise UserError(f"ids of type {ids.type} are not all whole numbers within 64 bits; write them as strings")
@@ -120,7 +119,7 @@ def hash_integers(values: np.ndarray, seed: int = 0) -> np.ndarray:
     """Hash integers of any width and sign.
 
     Args:
-        values: integers or booleans, any shape; equal numbers hash equally whatever their width.
+        values: integers or booleans, any shape; equal numbers have equal hashes whatever their width.
         seed: 0 … 2**64 - 1.
 
     Returns:
@@ -135,25 +134,25 @@ def hash_integers(values: np.ndarray, seed: int = 0) -> np.ndarray:
 
 
 def hash_uniform(values: np.ndarray, seed: int) -> np.ndarray:
-    """Return float64 in [0, 1) for integers, of the same shape: a function of number and seed, on every machine."""
+    """Return float64 in [0, 1) for integers, same shape: a function of number and seed, equal on every machine."""
     return (hash_integers(values, seed) >> np.uint64(11)) * 2.0**-53
 
 
 def hash_column(ids: pa.Array, seed: int = 0) -> np.ndarray:
-    """Hash a column of ids without nulls, of the types that `read_keys` takes, to uint64, shape [len(ids)]."""
+    """Hash a column of ids without nulls, of the types that `read_keys` accepts, to uint64 [len(ids)]."""
     keys = read_keys(ids)
     hashed = keys.hashes(seed)
     return hashed if keys.indices is None else hashed[keys.indices]
 
 
 def remix(hashes: np.ndarray, seed: int, out: np.ndarray, scratch: np.ndarray) -> None:
-    """Write the hashes of uint64 `hashes` by another seed to `out`; `scratch` is overwritten. All of one shape."""
+    """Hash uint64 `hashes` again, with another seed, into `out`; `scratch` is overwritten. All have the same shape."""
     np.add(hashes, increment(seed), out=out)
     mix(out, scratch)
 
 
 def increment(seed: int) -> np.uint64:
-    """Return the number that is added to ids before mixing, by seed."""
+    """Return the number that is added to ids before mixing; it depends on the seed."""
     return np.uint64(INCREMENT * (seed + 1) % 2**64)
 
 
@@ -172,7 +171,7 @@ def _hash_texts(texts: pa.Array, seed: int, out: np.ndarray) -> None:
 
 
 def _split_dictionary(ids: pa.DictionaryArray) -> tuple[pa.Array, np.ndarray]:
-    """Return the dictionary's entries in use, and the index among these of each id."""
+    """Return the dictionary's entries in use, and for each id its index among these."""
     _refuse_nulls(ids)
     indices = numpy_view(ids.indices)
     used = mark(indices, len(ids.dictionary))
@@ -193,24 +192,24 @@ def is_number(dtype: pa.DataType) -> bool:
 
 
 def numpy_type(dtype: pa.DataType) -> np.dtype:
-    """Return NumPy's type of integers or floats; Arrow's `to_pandas_dtype` needs pandas in some versions."""
+    """Return NumPy's type for Arrow integers or floats; Arrow's `to_pandas_dtype` needs pandas in some versions."""
     kind = "f" if pa.types.is_floating(dtype) else "u" if pa.types.is_unsigned_integer(dtype) else "i"
     return np.dtype(f"{kind}{dtype.bit_width // 8}")
 
 
 def numpy_view(numbers: pa.Array) -> np.ndarray:
-    """Return integers or floats as Arrow holds them, [len(numbers)], without a copy; anything may lie under a null.
+    """Return integers or floats as Arrow holds them, [len(numbers)], without a copy; values of nulls are undefined.
 
-    Arrow's own `to_numpy` gives Python's lock away and asks for it again four times.
+    Arrow's own `to_numpy` releases Python's lock and takes it again four times.
     """
     dtype = numpy_type(numbers.type)
-    if not len(numbers):  # may have no buffer
+    if not len(numbers):  # an empty array may have no buffer
         return np.empty(0, dtype)
     return np.frombuffer(numbers.buffers()[1], dtype, len(numbers), numbers.offset * dtype.itemsize)
 
 
 def raw_times(times: pa.Array) -> np.ndarray:
-    """Return dates, times or lengths of time without nulls as the integers that Arrow holds."""
+    """Return dates, times or lengths of time, without nulls, as the integers that Arrow holds."""
     return times.view(pa.int32() if times.type.bit_width == 32 else pa.int64()).to_numpy()
 
 
@@ -222,7 +221,7 @@ def _numbers(ids: pa.Array) -> np.ndarray:
         return ids.cast(pa.uint8()).to_numpy()
     if pa.types.is_temporal(dtype):
         numbers = raw_times(ids)
-        if pa.types.is_duration(dtype):  # Parquet files hold it as an integer, without its unit
+        if pa.types.is_duration(dtype):  # Parquet files hold durations as integers, without their unit
             return numbers
         return numbers.astype(np.int64) * NANOSECONDS[getattr(dtype, "unit", str(dtype))]
     return _whole(ids.to_numpy(), dtype)
@@ -230,7 +229,7 @@ def _numbers(ids: pa.Array) -> np.ndarray:
 
 def _whole(values: np.ndarray, dtype: pa.DataType) -> np.ndarray:
     bits = np.finfo(values.dtype).nmant + 1
-    wrong = (values != np.rint(values)) | ~(np.abs(values) < 2**bits)  # of NaN, both are so
+    wrong = (values != np.rint(values)) | ~(np.abs(values) < 2**bits)  # both are true for NaN
     if wrong.any():
         if np.isnan(values[wrong][0]):
             raise UserError("ids must be whole numbers, found nan; if a row has no id, write null")
@@ -243,11 +242,11 @@ def _whole(values: np.ndarray, dtype: pa.DataType) -> np.ndarray:
 
 def _decimals(ids: pa.Array) -> IdKeys:
     if ids.type.bit_width < 128:
-        ids = ids.cast(pa.decimal128(38, ids.type.scale))  # Arrow can do little with the narrow ones
+        ids = ids.cast(pa.decimal128(38, ids.type.scale))  # Arrow has few functions for narrower ones
     try:
         return IdKeys(ids.cast(pa.int64()).to_numpy())
     except pa.ArrowInvalid:
-        pass  # some are not whole, or do not fit
+        pass  # some are not whole, or do not fit int64
     encoded = ids.dictionary_encode()
     values = encoded.dictionary.to_pylist()
     is_number = np.array([-(2**63) <= value < 2**63 and value == int(value) for value in values])
@@ -258,6 +257,6 @@ def _decimals(ids: pa.Array) -> IdKeys:
 
 
 def _digits(value: Decimal) -> bytes:
-    # The same text for equal values of any scale: 1.50 is 1.5.
+    # Equal values have the same text whatever their scale: 1.50 becomes 1.5.
     text = format(value, "f")
     return (text.rstrip("0").rstrip(".") if "." in text else text).encode()

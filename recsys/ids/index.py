@@ -1,4 +1,4 @@
-"""Hash table of the places of ids in a list of distinct ids, and the mapping of a vocabulary."""
+"""A hash table of the places of ids in a list of distinct ids, and the mapping by a vocabulary."""
 
 import numpy as np
 import pyarrow as pa
@@ -9,23 +9,23 @@ from recsys.ids.hashing import IdKeys, keys_of_one_kind
 from recsys.ids.mappings import IdMapping, expected_share, share_of_collisions
 from recsys.runtime.loops import distinct, modulo
 
-_PLACES_PER_ID = 4  # 2 at least; the more, the fewer ids share a place
+_PLACES_PER_ID = 4  # at least 2; with more places, fewer ids share one
 _LAST = np.uint64(2**64 - 1)
 
 
 def index_bytes(num_ids: int, id_bytes: int) -> int:
-    """Return the bytes of an `IndexMapping`: of the ids themselves (`id_bytes`), their hashes and places."""
+    """Return the bytes of an `IndexMapping`: those of the ids themselves (`id_bytes`), their hashes and places."""
     return id_bytes + (8 + _width(num_ids)) * (1 + num_ids) + _width(num_ids) * _num_places(num_ids)
 
 
 class IndexMapping(IdMapping):
     """Maps a raw id to its position in a list of distinct ids, or -1 if it is not in the list.
 
-    Internally, the first id of the list has number 1, and an id that is not in it number 0.
-    The hashes of the list are sorted, and a table indexed by the first bits of a hash has the start of the hashes with
-    these bits. Most starts have one hash or none, so that two lookups, of whole columns at a time, find most ids, and
-    the others step on. Integers have distinct hashes (see `hash_integers`), so comparing hashes is enough. Texts with
-    equal hashes are compared themselves.
+    Internally, the first id of the list has number 1, and an id that is not in it has number 0.
+    The hashes of the list are sorted. A table, indexed by the first bits of a hash, says where the hashes with these
+    bits start. Most starts have one hash or none, so that two lookups, of whole columns at a time, find most ids; the
+    others need more steps. Integers have distinct hashes (see `hash_integers`), so comparing hashes is enough. If the
+    hashes of texts are equal, the texts are compared.
     """
 
     def __init__(self, ids: pa.Array, seed: int = 0) -> None:
@@ -33,18 +33,18 @@ class IndexMapping(IdMapping):
 
         Args:
             ids: numbers or texts, each once.
-            seed: of the hashes by which they will be looked up.
+            seed: of the hashes by which ids will be looked up.
 
         Raises:
             UserError: an id occurs twice, two texts have the same hash, or decimals do not fit int64.
-            TypeError: the type is not one of ids.
+            TypeError: the type is not one that ids may have.
         """
         super().__init__(len(ids), seed)
         self._dtype = ids.type
         self._keys = _in_order(ids)
         hashes = self._keys.hashes(seed)
         order = np.argsort(hashes, kind="stable")
-        self._hashes = np.append(hashes[order], _LAST)  # the last one ends every search, and has number 0
+        self._hashes = np.append(hashes[order], _LAST)  # _LAST ends every search, and has number 0
         self._numbers = np.append(order + 1, 0).astype(f"i{_width(len(ids))}")
         for place in (self._hashes[1:-1] == self._hashes[:-2]).nonzero()[0][:1].tolist():
             first, second = (self._shown(number - 1) for number in self._numbers[place : place + 2].tolist())
@@ -73,7 +73,7 @@ class IndexMapping(IdMapping):
             )
 
     def _find(self, keys: IdKeys, start: int, chunk: np.ndarray) -> np.ndarray:
-        """Return the numbers of the keys from `start` on, int32 or int64 [n]; arguments as of `_write`."""
+        """Return the numbers of the keys from `start` on, int32 or int64 [n]; arguments are those of `_write`."""
         numbers = self._find_hashes(*chunk)
         if start >= len(keys.numbers):
             self._compare_texts(keys.texts.slice(start - len(keys.numbers), len(numbers)), numbers)
@@ -86,7 +86,7 @@ class IndexMapping(IdMapping):
     def _find_hashes(
         self, hashes: np.ndarray, places: np.ndarray | None = None, candidates: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the numbers of hashes as `_find` does, but without comparing texts.
+        """Return the numbers of hashes like `_find`, but without comparing texts.
 
         Args:
             hashes: uint64 [n].
@@ -118,7 +118,7 @@ class IndexMapping(IdMapping):
 
 
 class VocabularyMapping(IndexMapping):
-    """Maps the i-th id of a vocabulary to row 1 + i, and any other by hash to one of the `num_buckets` rows behind."""
+    """Maps the i-th id of a vocabulary to row 1 + i, and others by hash to one of `num_buckets` rows after these."""
 
     def __init__(self, vocabulary: pa.Array, num_buckets: int, seed: int) -> None:
         super().__init__(vocabulary, seed)
@@ -126,14 +126,15 @@ class VocabularyMapping(IndexMapping):
         self.num_rows = self._first_bucket + num_buckets
 
     def has(self, ids: pa.Array) -> np.ndarray:
-        """Return which ids, without nulls, are in the vocabulary, bool [len(ids)]."""
+        """Return a mask, bool [len(ids)], of the ids that are in the vocabulary; `ids` has no nulls."""
         return self.rows(ids) < self._first_bucket
 
     def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
         out[:] = self._find(keys, start, chunk)
         absent = (out == 0).nonzero()[0]
         if len(absent):
-            out[absent] = (self._first_bucket + self._bucket(chunk[0].take(absent))).astype(out.dtype)  # else slow
+            # Without the cast, assigning int64 to int32 would be slow.
+            out[absent] = (self._first_bucket + self._bucket(chunk[0].take(absent))).astype(out.dtype)
 
     def _num_out_of_vocabulary(self, rows: np.ndarray) -> int:
         return int(np.count_nonzero(rows >= self._first_bucket))

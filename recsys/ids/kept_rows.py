@@ -1,4 +1,4 @@
-"""Kept rows of pruned tables: a bit for each row before pruning, and a mapping to the rows after it."""
+"""Kept rows of pruned tables: a bit for each row before pruning, and a mapping to the rows after pruning."""
 
 from pathlib import Path
 
@@ -15,15 +15,15 @@ _COLUMN, _WORD = "kept", 64
 
 
 class KeptRows:
-    """Kept rows of a table: they follow each other in order, and all others share the row behind them.
+    """The kept rows of a pruned table: they keep their order, and all other rows become one shared row after them.
 
-    A row takes a bit, and half a bit for counts by which its place is computed.
+    This takes one bit for each row before pruning, and half a bit for the counts from which its place is computed.
 
     Args:
-        kept: [rows before pruning], Arrow's booleans; that of the null row is true.
+        kept: [rows before pruning], Arrow booleans; true for the null row.
 
     Attributes:
-        num_before: rows before pruning. num_rows: rows after it, with the shared one.
+        num_before: rows before pruning. num_rows: rows after pruning, with the shared one.
     """
 
     def __init__(self, kept: pa.BooleanArray) -> None:
@@ -38,7 +38,7 @@ class KeptRows:
         self.num_rows = self._shared + 1
 
     def places(self, rows: np.ndarray) -> np.ndarray:
-        """Return the places after pruning of rows before it, int64 [rows]."""
+        """Return for rows before pruning their places after it, int64 [rows]."""
         words, bits = rows >> 6, (rows & (_WORD - 1)).astype(np.uint64)
         word, bit = self._words[words], np.uint64(1)
         below = np.bitwise_count(word & ((bit << bits) - bit))
@@ -51,7 +51,7 @@ class KeptRows:
 
     @staticmethod
     def read(path: Path) -> "KeptRows":
-        """Read a file of `write`.
+        """Read a file that `write` has written.
 
         Raises:
             UserError: the file cannot be read, or holds something else.
@@ -69,7 +69,7 @@ class KeptRows:
 
 
 class PrunedMapping(IdMapping):
-    """Maps ids to the places after pruning of the rows of another mapping."""
+    """Maps ids like another mapping, and the rows to their places after pruning."""
 
     def __init__(self, mapping: IdMapping, kept: KeptRows) -> None:
         super().__init__(kept.num_rows, mapping._seed)

@@ -1,4 +1,4 @@
-"""Raw ids to table rows, whole columns at a time."""
+"""Mappings of raw ids to table rows, whole columns at a time."""
 
 from math import expm1, isqrt
 
@@ -27,8 +27,8 @@ class IdMapping:
     """Maps a column of raw ids to rows of a table.
 
     Attributes:
-        rows_per_id: how many rows each id becomes.
-        num_rows: rows of the table; every row is less.
+        rows_per_id: how many rows each id has.
+        num_rows: rows of the table; the number of every row is less.
     """
 
     rows_per_id = 1
@@ -40,13 +40,13 @@ class IdMapping:
         """Write the rows of ids.
 
         Args:
-            ids: without nulls, of any type that `read_keys` takes.
-            out: int32 or int64 [len(ids) * rows_per_id], contiguous; the rows of id i begin at i * rows_per_id. Must
-                hold numbers up to num_rows.
+            ids: without nulls, of any type that `read_keys` accepts.
+            out: int32 or int64 [len(ids) * rows_per_id], contiguous; the rows of id i begin at i * rows_per_id. Its
+                type must hold numbers up to num_rows.
             statistics: counts the ids.
 
         Raises:
-            UserError, TypeError: ids that the mapping does not take.
+            UserError, TypeError: the mapping does not accept the ids.
         """
         k, most = self.rows_per_id, self.num_rows - 1
         if out.shape != (len(ids) * k,) or out.dtype not in (np.int32, np.int64) or most > np.iinfo(out.dtype).max:
@@ -67,16 +67,16 @@ class IdMapping:
         return rows
 
     def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
-        """Return the share of rows that some ids use, and the share of ids whose rows are all shared with another one.
+        """Return the share of rows that ids use, and the share of ids that have all rows in common with another id.
 
         Args:
-            hashes: of different ids, as passed to the statistics, uint64 [n].
+            hashes: of distinct ids, as passed to the statistics, uint64 [n].
             weight: number of ids that each hash stands for; with 1 the result is exact, else an expectation.
         """
         raise NotImplementedError
 
     def _check(self, keys: IdKeys, dtype: pa.DataType) -> None:
-        """Raise a UserError for ids that the mapping does not take; of a dictionary, `dtype` is that of its values."""
+        """Raise a UserError for ids that the mapping does not accept; for a dictionary, `dtype` is its value type."""
 
     def _write_all(self, keys: IdKeys, out: np.ndarray, statistics: IdStatistics | None) -> None:
         """Write the rows of all keys, and count them."""
@@ -87,7 +87,7 @@ class IdMapping:
             self._write(keys, start, chunk, out[start * k : (start + chunk.shape[1]) * k])
 
     def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
-        """Write the rows of a chunk of `hash_chunks`, which begins at key `start`; the chunk may be overwritten."""
+        """Write the rows of a chunk from `hash_chunks` that begins at key `start`; the chunk may be overwritten."""
         raise NotImplementedError
 
     def _num_out_of_vocabulary(self, rows: np.ndarray) -> int:
@@ -102,8 +102,8 @@ class IdMapping:
 class HashMapping(IdMapping):
     """Maps any id to rows 1 … num_embeddings - 1 by `num_hashes` hashes; row 0 is for null.
 
-    With several hashes, the vector of an id is the sum of its rows, which two ids seldom have all in common (Svenstrup
-    et al. 2017, arXiv:1709.03933). The first row is the same for any number of hashes.
+    With several hashes, the vector of an id is the sum of its rows; two ids seldom have all of them in common
+    (Svenstrup et al. 2017, arXiv:1709.03933). The first row is the same for any number of hashes.
     """
 
     def __init__(self, num_embeddings: int, seed: int, num_hashes: int = 1) -> None:
@@ -160,8 +160,8 @@ class IdentityMapping(IdMapping):
 
 
 class QuotientRemainderMapping(IdMapping):
-    """Any id, hashed to `num_ids` numbers, to two rows: one by quotient, one by remainder (Shi et al. 2020,
-    arXiv:1909.02107).
+    """Hashes any id to one of `num_ids` numbers, and maps that to two rows: one by its quotient, one by its remainder
+    (Shi et al. 2020, arXiv:1909.02107).
 
     For m remainders, number h has the rows 1 + h // m and 1 + ceil(num_ids / m) + h % m, so that different numbers have
     different pairs. m is as great as num_embeddings allows.
@@ -193,18 +193,18 @@ class QuotientRemainderMapping(IdMapping):
 
 
 def _num_quotients(num_rows: int, num_ids: int) -> int:
-    """Return the least q with q * (num_rows - q) >= num_ids, where num_rows**2 >= 4 * num_ids."""
+    """Return the least q with q * (num_rows - q) >= num_ids; num_rows**2 >= 4 * num_ids is required."""
     q = (num_rows - isqrt(num_rows**2 - 4 * num_ids)) // 2  # the root of the equation, or less than 1 below
     return q if q * (num_rows - q) >= num_ids else q + 1
 
 
 def share_of_collisions(rows: np.ndarray) -> float:
-    """Return the share of ids whose rows are all shared with one other id; rows int64 [ids, rows_per_id]."""
+    """Return the share of ids that have all rows in common with some other id; `rows` is int64 [ids, rows_per_id]."""
     _, counts = np.unique(rows, axis=None if rows.shape[1] == 1 else 0, return_counts=True)
     return float(counts[counts > 1].sum()) / max(1, len(rows))
 
 
 def expected_share(num_ids: float, num_rows: float) -> float:
-    """Return which share of some rows so many ids at random use, in the mean, which is also which share of the ids has
-    a row in common with another."""
+    """Return the expected share of rows that `num_ids` random ids use; about this share of the ids also has a row in
+    common with another id."""
     return -expm1(-num_ids / num_rows)

@@ -1,9 +1,9 @@
 """Statistics of the ids of a feature: how many there are, and how many distinct ones.
 
 Distinct ids are counted by their 64-bit hashes. While these are few, all are kept, and the count is exact. Beyond that,
-only those below a limit are kept, which are a uniform sample of the distinct ids: n of them below the limit L make
-n * 2**64 / L in all (Bar-Yossef et al. 2002, doi:10.1007/3-540-45726-7_1; Beyer et al. 2007,
-doi:10.1145/1247480.1247504, whose (k - 1) / U_k this is, L being the k-th smallest hash U_k and n = k - 1).
+only hashes below a limit are kept, which are a uniform sample of the distinct ids: n hashes below the limit L mean
+n * 2**64 / L distinct ids (Bar-Yossef et al. 2002, doi:10.1007/3-540-45726-7_1; Beyer et al. 2007,
+doi:10.1145/1247480.1247504: it is their (k - 1) / U_k, if L is the k-th smallest hash U_k and n = k - 1).
 """
 
 import threading
@@ -24,7 +24,7 @@ _COUNTS = ("num_rows", "num_ids", "num_nulls", "num_out_of_vocabulary")
 
 
 def statistics_bytes(num_distinct: float) -> int:
-    """Return about the bytes of an `IdStatistics` that has seen a number of distinct ids."""
+    """Return the approximate bytes of an `IdStatistics` that has seen `num_distinct` distinct ids."""
     num_kept = int(min(_MOST_KEPT, num_distinct))
     return 8 * (_num_places(num_kept) + 2 * num_kept)
 
@@ -33,14 +33,14 @@ class IdStatistics:
     """Counts of a feature's ids, and a sample of the distinct ones; safe to update from several threads.
 
     Args:
-        size: up to so many distinct ids, all are kept and their number is exact.
-        passes_on: keeps for `take_state` what is new.
+        size: up to this many distinct ids, all hashes are kept and the number is exact.
+        passes_on: also keep what is new since the last `take_state`.
 
     Attributes:
         num_rows: rows of data, however many ids they have.
-        num_ids: ids mapped, without nulls.
-        num_nulls: nulls, which a mapping does not get to see.
-        num_out_of_vocabulary: ids mapped that have no row of their own in a vocabulary.
+        num_ids: mapped ids, without nulls.
+        num_nulls: nulls, which are not passed to mappings.
+        num_out_of_vocabulary: mapped ids without a row of their own in the vocabulary.
     """
 
     def __init__(self, size: int = _MOST_KEPT, passes_on: bool = False) -> None:
@@ -48,15 +48,15 @@ class IdStatistics:
         self._size = size
         self._limit = _RANGE
         self._hashes = np.zeros(0, np.uint64)  # ascending, all below the limit
-        self._new: list[np.ndarray] = []  # not yet among `_hashes`; a few of them several times
+        self._new: list[np.ndarray] = []  # not yet merged into `_hashes`; some may occur several times
         self._num_new = 0
         self._not_passed_on: list[np.ndarray] | None = [] if passes_on else None
-        # Most of `_hashes`, each in one of two places by its bits: an id that has been seen costs a look or two.
+        # Most of `_hashes`, each in one of two places that its bits select: one or two looks find a known id.
         self._seen = np.zeros(_FEWEST_PLACES, np.uint64)
         self._lock = threading.Lock()
 
     def add(self, rows: int = 0, ids: int = 0, nulls: int = 0, out_of_vocabulary: int = 0) -> None:
-        """Count rows of data, ids whose hashes go to `add_hashes`, nulls, and ids that a vocabulary does not have."""
+        """Count rows of data, ids (hashes go to `add_hashes`), nulls, and ids that the vocabulary lacks."""
         with self._lock:
             for name, count in zip(_COUNTS, (rows, ids, nulls, out_of_vocabulary), strict=True):
                 setattr(self, name, getattr(self, name) + count)
@@ -71,21 +71,21 @@ class IdStatistics:
 
     @property
     def sample(self) -> Sample:
-        """The hashes that were added, or most of them, for reading without the lock."""
+        """All or most of the hashes that were added, for reading without the lock."""
         return Sample(self._limit - 1, self._seen)
 
     def add_unseen(self, unseen: np.ndarray) -> None:
         """Add hashes, uint64 [n], that a `sample` lacked."""
         if len(unseen):
             with self._lock:
-                # Sorting takes Python's lock several times, and a few hashes have hardly any duplicates.
+                # Few hashes have hardly any duplicates, and sorting would take Python's lock several times.
                 unseen = distinct(unseen) if len(unseen) > _FEW_UNSEEN else unseen.copy()
                 if self._not_passed_on is not None:
                     self._not_passed_on.append(unseen)
                 self._take_in(unseen)
 
     def take_state(self) -> np.ndarray:
-        """Return the counts and hashes since the last call, as `state` does; needs `passes_on`."""
+        """Return a state of the counts and hashes since the last call, like `state`; needs `passes_on`."""
         with self._lock:
             assert self._not_passed_on is not None
             state, self._not_passed_on = self._state(self._not_passed_on), []
@@ -93,7 +93,7 @@ class IdStatistics:
             return state
 
     def kept(self) -> tuple[np.ndarray, int]:
-        """Return the sample: hashes, uint64 ascending, and the limit that all of them are below; 2**64 of all ids."""
+        """Return the sample: ascending hashes, uint64, and the limit that they are below (2**64: it has all ids)."""
         with self._lock:
             self._merge()
             return self._hashes, self._limit
@@ -109,7 +109,7 @@ class IdStatistics:
         return np.concatenate([np.array([*counts, self._limit - 1], np.uint64), *hashes])
 
     def add_state(self, state: np.ndarray) -> None:
-        """Add the state of other statistics, by mappings with the same seed; each distinct id counts once."""
+        """Add the state of other statistics, whose hashes have the same seed; each distinct id counts once."""
         *counts, last = state[: len(_COUNTS) + 1].tolist()
         self.add(*counts)
         with self._lock:
@@ -117,17 +117,17 @@ class IdStatistics:
             self._take_in(state[len(_COUNTS) + 1 :].copy())  # a copy, so that the memory of the state can be freed
 
     def summary(self, mapping: "IdMapping", num_rows: int | None = None) -> dict[str, Any]:
-        """Describe the ids, and the rows that `mapping`, by which they were mapped, gives them.
+        """Describe the ids, and the rows that they have by `mapping`, which has mapped them.
 
         Args:
-            num_rows: that were trained. Data are read ahead, and again where a run goes on: where more rows were
-                counted than that, the numbers of ids and nulls are lowered in proportion.
+            num_rows: how many rows were trained. More may have been counted, because data are read ahead, and again
+                when a run resumes; the numbers of ids and nulls are then lowered in proportion.
 
         Returns:
-            ids, nulls: how many; distinct_ids: how many of the ids, and exact: whether that is counted or estimated;
-            rows: of the table; occupancy: share of them used (row 0 of null apart); collision_rate: share of the
-            distinct ids whose row, or rows, another one has too; out_of_vocabulary_share: of the ids (0 without one).
-            The two rates are expectations where only a sample of the distinct ids is kept.
+            ids, nulls: how many. distinct_ids: how many of the ids are distinct. exact: whether that is exact or
+            estimated. rows: of the table. occupancy: share of these rows that are used (without row 0 of null).
+            collision_rate: share of the distinct ids whose rows another id has too. out_of_vocabulary_share: of the
+            ids (0 without a vocabulary). The two rates are expectations if only a sample of the distinct ids is kept.
         """
         with self._lock:
             self._merge()

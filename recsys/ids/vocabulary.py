@@ -1,4 +1,4 @@
-"""Vocabularies: counts of ids, the choice of those with a row of their own, growth from run to run, and files."""
+"""Vocabularies: counting ids, choosing those with a row of their own, growth from run to run, and files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,14 +22,14 @@ class IdCounter:
     """Counts how often each id occurs, in memory that grows with the distinct ids."""
 
     def __init__(self) -> None:
-        self._parts: list[pa.Table] = []  # the first is the sum of all before the last merge
+        self._parts: list[pa.Table] = []  # the first is the sum of all parts before the last merge
         self._num_new = 0
 
     def add(self, ids: pa.Array) -> None:
-        """Count ids of any type that `read_keys` takes; nulls are left out.
+        """Count ids of any type that `read_keys` accepts; nulls are left out.
 
         Raises:
-            UserError, TypeError: ids of another type; numbers after texts or the reverse.
+            UserError, TypeError: the type is another; or numbers follow texts, or the reverse.
         """
         if ids.null_count or pa.types.is_dictionary(ids.type):  # a dictionary may have null among its values
             ids = ids.filter(ids.is_valid())
@@ -52,7 +52,7 @@ class IdCounter:
         self._merge()
         if not self._parts:
             return pa.table({"id": pa.array([], pa.int64()), "count": pa.array([], pa.int64())})
-        # Combined, since each slice of a column would be pickled with all of the memory that they share.
+        # Combined, because pickling a slice of a column includes all memory that the slices share.
         table = self._parts[0].combine_chunks()
         ids = table.column("id").combine_chunks()
         return table.set_column(0, "id", _strings(ids)) if is_text(ids.type) else table
@@ -88,12 +88,12 @@ def add_up(counts: Sequence[pa.Table]) -> pa.Table:
 
 
 def choose_vocabulary(counts: pa.Table, min_count: int, max_size: int) -> pa.Array:
-    """Return the ids for a vocabulary: the most frequent first, of equally frequent ones the least id first.
+    """Return the ids for a vocabulary, the most frequent first; of equally frequent ids, the least first.
 
     Args:
-        counts: as `add_up` returns them.
+        counts: from `add_up`.
         min_count: rarer ids are left out.
-        max_size: the most ids to return.
+        max_size: return at most this many ids.
     """
     frequent = counts.filter(pc.greater_equal(counts.column("count"), min_count))
     ordered = frequent.sort_by([("count", "descending"), ("id", "ascending")])
@@ -101,19 +101,19 @@ def choose_vocabulary(counts: pa.Table, min_count: int, max_size: int) -> pa.Arr
 
 
 def is_new(ids: pa.Array, vocabulary: pa.Array) -> np.ndarray:
-    """Return which ids a vocabulary does not have, bool [len(ids)].
+    """Return a mask, bool [len(ids)], of the ids that a vocabulary does not have.
 
     Raises:
-        UserError: numbers on one side, and texts on the other.
+        UserError: there are numbers on one side and texts on the other.
     """
     return IndexMapping(vocabulary).rows(ids) < 0
 
 
 def joined(vocabulary: pa.Array, new: pa.Array) -> pa.Array:
-    """Return a vocabulary with further ids behind its own, of a type that holds both.
+    """Return a vocabulary with further ids after its own, in a type that holds both.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such type.
     """
     if not (len(vocabulary) and len(new)):
         return vocabulary if len(vocabulary) else new
@@ -128,7 +128,7 @@ class KeptIds:
     """Ids that a vocabulary inherits from the run whose weights are loaded.
 
     Attributes:
-        num_ids: number of ids in that run, which had the first rows.
+        num_ids: number of ids in that run; their places are the first.
         evicted: places of those whose rows other ids have now, int64, ascending.
         num_left_out: number of new ids that are frequent enough, but found no free row.
     """
@@ -163,15 +163,15 @@ def grow(
 ) -> Grown:
     """Add new ids to a vocabulary, the most frequent first; the others keep their places, unless evicted.
 
-    An id that data.train has lacked for `evict_after` runs in a row, this one included, may give its place to a new id:
-    the longest unseen first, of equals the first in order. It stays if there are no more new ids.
+    An id that data.train has lacked for `evict_after` runs in a row, this one included, may lose its place to a new id:
+    the longest unseen first, and of equals the first in order. Ids stay if there are no more new ids.
 
     Args:
         vocabulary: the ids so far, or None.
-        unseen_runs: of the first of these, before this run; 0 for the others.
-        counts: of the table's ids in data.train, as returned by `add_up`.
+        unseen_runs: `Grown.unseen_runs` of the first of these ids, before this run; the others count as 0.
+        counts: of the table's ids in data.train, from `add_up`.
         min_count: rarer new ids get no place.
-        max_size: most ids of the new vocabulary.
+        max_size: size that the new vocabulary may have.
 
     Raises:
         UserError: ids are numbers on one side and texts on the other.
@@ -202,7 +202,7 @@ def write_vocabulary(path: Path, ids: pa.Array, unseen_runs: np.ndarray | None =
     """Write distinct ids as Parquet, in the order of rows: columns id and unseen_runs.
 
     Args:
-        unseen_runs: of the first ids, in how many runs in a row data.train has not shown them; 0 of the others.
+        unseen_runs: `Grown.unseen_runs` of the first ids; the others get 0.
     """
     unseen = np.zeros(len(ids), np.int32)
     if unseen_runs is not None:
@@ -216,7 +216,7 @@ def read_vocabulary(path: Path) -> pa.Array:
     """Read the ids of a vocabulary, in the order of rows: int64, uint64, string or binary.
 
     Raises:
-        UserError: the file cannot be read, or holds no list of distinct ids.
+        UserError: the file cannot be read, or does not hold a list of distinct ids.
     """
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -229,7 +229,7 @@ def read_vocabulary(path: Path) -> pa.Array:
         ) from error
     if ids is None:
         raise UserError(f"vocabulary file '{path}' has the columns {', '.join(names)}, but must have one called id")
-    if isinstance(ids.type, pa.BaseExtensionType):  # such as UUIDs, whose ids in data are hashed as their bytes
+    if isinstance(ids.type, pa.BaseExtensionType):  # such as UUIDs, which are hashed as bytes when data are read
         ids = ids.cast(ids.type.storage_type)
     if pa.types.is_dictionary(ids.type):
         ids = ids.cast(ids.type.value_type)
@@ -246,10 +246,10 @@ def read_vocabulary(path: Path) -> pa.Array:
 
 
 def read_unseen_runs(path: Path) -> np.ndarray:
-    """Return what `write_vocabulary` has written of the ids beside them, int32; nothing of files without.
+    """Return the column unseen_runs that `write_vocabulary` has written, int32; empty for files without it.
 
     Raises:
-        UserError: the column holds something else.
+        UserError: the column has another type, or nulls.
     """
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         if _UNSEEN not in file.schema_arrow.names:
@@ -268,7 +268,7 @@ def _wide(numbers: np.ndarray) -> pa.Array:
 
 
 def _strings(texts: pa.Array) -> pa.Array:
-    """Return large_binary as string, as binary where it is no UTF-8; the large types beyond 2 GiB."""
+    """Return large_binary as string, or as binary if it is not UTF-8; from 2 GiB on as the large types."""
     large = texts.nbytes >= 2**31
     try:
         return texts.cast(pa.large_string() if large else pa.string())
