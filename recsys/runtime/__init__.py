@@ -1,1 +1,1 @@
-"""The process among others: rank and device, collectives, files, logs, signals, versions; no model and no data."""
+"""The process and its surroundings: rank and device, collectives, files, logs, signals, versions; no model, no data."""

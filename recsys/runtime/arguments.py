@@ -1,4 +1,4 @@
-"""Shared parts of command lines: parsers, types of arguments, and how a mistake ends a command."""
+"""Shared parts of command lines: parser, argument types, common options, and how a mistake ends a command."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ def positive(text: str) -> int:
 
 
 def names(text: str) -> list[str]:
-    """Return names that are separated by commas; one that holds a comma stands in double quotes."""
+    """Return the names in a text, separated by commas; a name with a comma must be in double quotes."""
     pairs = re.findall(r'"((?:[^"]|"")*)"(?=,|$)|([^,]+)', text)
     return [quoted.replace('""', '"') or plain for quoted, plain in pairs]
 
@@ -40,7 +40,7 @@ def as_names(columns: Iterable[str]) -> str:
 
 
 def price(text: str) -> float:
-    """Return a price.
+    """Parse a price.
 
     Raises:
         ArgumentTypeError: it is not a number above 0.
@@ -52,7 +52,7 @@ def price(text: str) -> float:
 
 
 def add_evaluation(parser: argparse.ArgumentParser) -> None:
-    """Add the options of an evaluation beyond metrics of all rows, and `--trust-code`."""
+    """Add the options of an evaluation (except for its metrics over all rows), and `--trust-code`."""
     parser.add_argument("--by", metavar="COLUMN", help="evaluation: also metrics for each value of a column")
     about = "with --by: slices of values that data.train has in N rows or more (warm), and in fewer (cold)"
     parser.add_argument("--cold", metavar="N", type=positive, default=0, help=about)
@@ -67,7 +67,7 @@ def add_evaluation(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compression(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a compression: its methods, and the loss that it may cost."""
+    """Add the options of a compression: its steps, and how much of a metric it may lose."""
     parser.add_argument(
         "--steps", default="quantize,prune", help="of quantize, prune, neurons, distill, in this order (quantize,prune)"
     )
@@ -107,7 +107,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def add_calibration(parser: argparse.ArgumentParser, devices: Iterable[str]) -> None:
-    """Add the arguments of a calibration: the file of speeds, and what is measured."""
+    """Add the arguments of a calibration: the file for speeds, and what to measure."""
     parser.add_argument("out", metavar="OUT.json", type=Path, help="file to write, for topology.speeds of a dry run")
     parser.add_argument("--device", choices=[*devices], default="auto", help="device to measure (auto)")
     about = "computing threads of a rank on CPU; default: as in training"
@@ -115,21 +115,21 @@ def add_calibration(parser: argparse.ArgumentParser, devices: Iterable[str]) -> 
 
 
 def add_out(parser: argparse.ArgumentParser, about: str, key: str) -> None:
-    """Add what is written, and changes to a run's config, such as one of `key`."""
+    """Add OUT, described by `about`, and changes to a run's config, for which `key` is an example."""
     parser.add_argument("out", metavar="OUT", type=Path, help=about)
     add_changes(parser, f"changes to the config of the run, such as {key}")
 
 
 def add_changes(parser: argparse.ArgumentParser, about: str) -> None:
-    """Add changes to a config, of which there may be none."""
-    # With a default: without one argparse counts them among what is required.
+    """Add changes to a config as an optional list of arguments."""
+    # Without a default, argparse lists them among the required arguments.
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=about)
 
 
 def with_data(words: list[str]) -> list[str]:
-    """Return the changes of a config among words; all other words are paths, which become one change of data.test.
+    """Return the config changes among words; all other words are paths, which become one change of data.test.
 
-    A path, too, is the name of a folder of a partition, such as day=5, if there is such a folder.
+    The name of a partition's folder, such as day=5, is a path too, if there is such a folder.
 
     Raises:
         UserError: data.test is among the changes too.
@@ -148,10 +148,10 @@ def with_data(words: list[str]) -> list[str]:
 
 @contextmanager
 def told_by_first_rank() -> Iterator[None]:
-    """Let only the first rank report a mistake that every rank finds by itself; torchrun's others end as its echoes.
+    """Below torchrun, let only the first rank report a mistake that every rank finds; the others end with EchoErrors.
 
-    Without torchrun, whose summary tells of each of them, every rank reports: it may be the only one to find it, as in
-    a file that is being written, and the others would wait for one that has ended without a word.
+    torchrun's summary lists all of them. Without it, every rank reports: it may be the only one that finds the mistake,
+    as in a file that is being written, and the other ranks would wait for one that has ended silently.
     """
     try:
         yield
@@ -163,11 +163,11 @@ def told_by_first_rank() -> Iterator[None]:
 
 @contextmanager
 def mistakes_told(debug: bool = False, if_stopped: str = "") -> Iterator[None]:
-    """End the process with what went wrong, in one sentence where it is the user's to mend; with Ctrl-C in a line.
+    """End the process on an error, reporting a mistake of the user in one sentence, and Ctrl-C in one line.
 
     Args:
-        debug: an error of the program itself, and Ctrl-C, go on to the debugger.
-        if_stopped: what becomes of OUT where Ctrl-C or SIGTERM ends the command, in words.
+        debug: errors of the program itself, and Ctrl-C, are passed on to the debugger.
+        if_stopped: says what becomes of OUT if Ctrl-C or SIGTERM ends the command.
     """
     try:
         yield

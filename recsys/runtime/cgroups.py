@@ -1,4 +1,4 @@
-"""Memory and cores that this process may use, by the limits of its cgroups, which containers and batch systems set."""
+"""Memory and cores that this process may use: limits of its cgroups, which containers and batch systems set."""
 
 import math
 import os
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-UNLIMITED = 1 << 60  # bytes: what cgroup v1 says is more than this where there is no limit
+UNLIMITED = 1 << 60  # bytes; without a limit, cgroup v1 reports more than this
 _ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def cgroup_bytes() -> int | None:
-    """Return the lowest limit of memory, in bytes; None: no limit."""
+    """Return the lowest limit of memory in bytes, or None if there is no limit."""
     limits = []
     for folder, is_first in _folders("memory"):
         with suppress(OSError, ValueError):  # no such file, and the text `max`
@@ -20,19 +20,19 @@ def cgroup_bytes() -> int | None:
 
 
 def num_cores() -> int:
-    """Return how many cores' time this process may use; more threads than that would pause by turns."""
+    """Return the number of cores whose time this process may use; with more threads, some would always be paused."""
     limits = [len(os.sched_getaffinity(0))]
     for folder, is_first in _folders("cpu"):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first else ("cpu.max",)
         with suppress(OSError, ValueError):  # no such file, and the text `max`
             quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
-            if quota > 0:  # cgroup v1 says -1 where there is no limit
+            if quota > 0:  # cgroup v1 reports -1 if there is no limit
                 limits.append(math.ceil(quota / period))
     return min(limits)
 
 
 def _folders(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's groups and of those above, whose limits hold too; and whether of cgroup v1.
+    """Yield the folders of this process's groups and of the groups above, whose limits hold too, and whether it is v1.
 
     Inside a container some of the paths may not exist, and the root is that of the container.
     """

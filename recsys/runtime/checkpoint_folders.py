@@ -1,10 +1,10 @@
-"""Where checkpoints lie in a run directory; found without the libraries that read them."""
+"""The folders of checkpoints in a run directory, found without importing the libraries that read checkpoints."""
 
 from pathlib import Path
 
 from recsys.errors import UserError
 
-MARKER = "checkpoint.json"  # written last; without it a folder is no checkpoint
+MARKER = "checkpoint.json"  # written last; without it a folder is not a checkpoint
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -13,10 +13,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def checkpoints_of(path: str | Path, key: str) -> list[Path]:
-    """Return the checkpoints of a path, oldest first: itself alone, or those of a run directory.
+    """Return the checkpoints at a path, oldest first: the path itself, or all checkpoints of a run directory.
 
     Args:
-        key: what names the path, for messages.
+        key: what messages call the path.
 
     Raises:
         UserError: there is none.

@@ -1,4 +1,4 @@
-"""Commands of this program in a process of their own, whose memory is freed with it."""
+"""Commands run in a separate process, so that their memory is freed when they end."""
 
 import signal
 import subprocess
@@ -10,13 +10,13 @@ from recsys.runtime.launch import environment_of_child
 
 
 def run_command(*words: str, module: str = "recsys", shown: bool = True) -> UserError | None:
-    """Run `recsys WORDS` on one process, whatever launcher this one has; return why it failed, or None.
+    """Run `recsys WORDS` as a single process, without this process's launcher; return its error, or None.
 
-    It ends with this one, if that comes first.
+    If this process ends first, that one is ended too.
 
     Args:
-        module: what is run in place of `recsys`.
-        shown: what it prints goes to the standard output; its log and error are kept back in any case.
+        module: run this module instead of `recsys`.
+        shown: whether its standard output is shown; its standard error never is.
     """
     command = [sys.executable, "-m", module, *words]
     stdout = None if shown else subprocess.DEVNULL
@@ -28,8 +28,8 @@ def run_command(*words: str, module: str = "recsys", shown: bool = True) -> User
 def run_attended(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run a command and return its status; Ctrl-C is passed on to it, and raised here once the command has ended.
 
-    `subprocess.run` kills what has not ended within a quarter of a second, before a checkpoint is written. The command
-    has a session of its own, since a terminal's Ctrl-C would else come twice, which torchrun takes for haste.
+    `subprocess.run` would kill it after a quarter of a second, before a checkpoint is written. The command has its own
+    session: otherwise a terminal's Ctrl-C would reach it twice, and the second makes torchrun end at once.
     """
     interrupt: KeyboardInterrupt | None = None
     with subprocess.Popen(command, env=environment, start_new_session=True) as process:
@@ -39,7 +39,7 @@ def run_attended(command: Sequence[str], environment: Mapping[str, str]) -> int:
             except KeyboardInterrupt as error:
                 interrupt = error
                 process.send_signal(signal.SIGINT)
-            except BaseException:  # what a handler of another signal raises
+            except BaseException:  # raised by the handler of another signal
                 process.terminate()
                 raise
     if interrupt is not None:

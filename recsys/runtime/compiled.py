@@ -1,7 +1,7 @@
-"""The loops of `recsys.runtime.loops` as numba compiles them: a call for a whole column, without Python's lock.
+"""The loops of `recsys.runtime.loops` for numba to compile: one call for a whole column, without Python's lock.
 
-Functions that they call are module-level: numba caches compiled code on disk, where the next process would not find
-that of a loop that calls a local function.
+Functions that they call are module-level: numba caches compiled code on disk, and the next process would not find the
+code of a loop that calls a local function.
 """
 
 import ctypes
@@ -26,8 +26,8 @@ _XXH3 = "recsys_xxh3"
 class _Cache(FunctionCache):
     """The compiled code of a loop on disk: a file for each signature, named by a hash of all that the code depends on.
 
-    numba's own cache numbers the files and maps signatures to them in an index. Where processes compiled at once, or
-    one was killed between the two writes, the index named code of another signature or of an earlier version; and a
+    numba's own cache numbers the files and maps signatures to them in an index. If processes compiled at the same time,
+    or one was killed between the two writes, the index named code of another signature or of an earlier version; and a
     full disk, or a truncated index, ended the run.
     """
 
@@ -36,7 +36,7 @@ class _Cache(FunctionCache):
         try:
             content = self._cache_file._load_data(self._file_of(signature, target.codegen()))
             return self._impl.rebuild(target, content)
-        except Exception:  # the file is missing, or damaged, which may raise anything: compile again
+        except Exception:  # the file is missing or damaged, which may raise anything: the loop is compiled again
             return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
@@ -51,7 +51,7 @@ class _Cache(FunctionCache):
 
 def _compiled(loop: Callable[..., Any]) -> Any:
     dispatcher: Any = numba.njit(nogil=True)(loop)
-    with suppress(RuntimeError):  # without a folder that can be written to, each process compiles again
+    with suppress(RuntimeError):  # without a writable folder, each process compiles the loop again
         dispatcher._cache = _Cache(loop)
     return dispatcher
 
@@ -118,7 +118,7 @@ def shuffle(columns: Any, order: Any, near: Any, out: Any) -> None:
 def permute_lists(
     order: Any, lengths: Any, values: Any, weights: Any, lengths_out: Any, values_out: Any, weights_out: Any
 ) -> None:
-    # Unsigned indices, since numba checks signed ones for counting from the end.
+    # Indices are unsigned, because numba checks whether signed ones count from the end.
     starts, start, at = np.empty(len(lengths), np.uint64), np.uint64(0), np.uint64(0)
     for i in range(len(lengths)):
         starts[i] = start
@@ -157,13 +157,13 @@ def _is_unseen(x: Any, last: Any, seen: Any, bits: Any) -> Any:
 
 
 def _has_xxh3() -> bool:
-    """Return whether the library of Python's xxhash exports XXH3, after registering its address with LLVM."""
+    """Register XXH3 of the library of Python's xxhash with LLVM; return whether that library exports it."""
     try:
         library = importlib.import_module("xxhash._xxhash").__file__
         function = ctypes.CDLL(library).XXH3_64bits_withSeed
     except (ImportError, OSError, AttributeError):
         return False
-    # By name, since its address differs between processes.
+    # It is registered by name, because its address differs between processes.
     binding.add_symbol(_XXH3, ctypes.cast(function, ctypes.c_void_p).value)
     return True
 

@@ -17,10 +17,10 @@ from recsys.runtime.launch import end_with_parent
 from recsys.runtime.versions import check_versions
 
 HEAP_BLOCK_BYTES = 2 << 20  # malloc cuts smaller blocks out of heaps; larger ones come from the system, and go back
-# Of glibc, read when a process starts: no cache of small blocks for each thread, and memory in huge pages. Versions
-# before 2.26 and 2.35, which have no such setting, take no notice.
+# Settings that glibc reads when a process starts: no cache of small blocks for each thread, and memory in huge pages.
+# Versions before 2.26 and 2.35, which do not have them, ignore them.
 _TUNABLES, _NO_CACHE, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0", "glibc.malloc.hugetlb=1"
-MALLOC_SETTINGS = {_TUNABLES: f"{_NO_CACHE}:{_HUGE_PAGES}"}  # what programs start themselves anew with
+MALLOC_SETTINGS = {_TUNABLES: f"{_NO_CACHE}:{_HUGE_PAGES}"}  # with which programs restart themselves
 _keeps_freed = False  # whether `keep_freed_memory` has been called
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
 
@@ -35,7 +35,7 @@ def processor_name() -> str:
 
 
 def process_bytes(file: str, key: str, process: int | str = "self") -> int | None:
-    """Return a size of a process (default: this one) from /proc, in bytes; None if it is not there."""
+    """Return a size, in bytes, of a process (default: this one) from /proc, or None if it is not there."""
     try:
         return int(Path("/proc", str(process), file).read_text().partition(f"\n{key}:")[2].split()[0]) * 1024
     except (OSError, ValueError, IndexError):
@@ -43,12 +43,12 @@ def process_bytes(file: str, key: str, process: int | str = "self") -> int | Non
 
 
 def is_first_rank() -> bool:
-    """Return whether this is the only process of the run, or the first as the launcher counts them."""
+    """Return whether this is the only process of the run, or the first in the count of the launcher."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def is_below_torchrun() -> bool:
-    """Return whether torchrun has started this process, whose summary tells how each of its ranks has ended."""
+    """Return whether torchrun, whose summary says how each rank has ended, has started this process."""
     return LAUNCHER_FILE in os.environ
 
 
@@ -58,20 +58,20 @@ def draws_on(stream: TextIO) -> bool:
 
 
 def colours_on(stream: TextIO) -> bool:
-    """Return whether a stream is a terminal whose user has not asked for no colours (no-color.org)."""
+    """Return whether a stream is a terminal, and its user has not turned colours off (no-color.org)."""
     return draws_on(stream) and not os.environ.get("NO_COLOR")
 
 
 def restart_with_malloc_settings() -> None:
-    """Start this program anew, in this process, with glibc told to keep no caches of threads, and to use huge pages.
+    """Restart this program in this process, with settings for glibc: no caches of threads, and huge pages.
 
-    PyTorch asks for aligned blocks, and glibc cuts a few bytes off before and behind each. Bytes in a thread's cache
+    PyTorch asks for aligned blocks, and glibc cuts off a few bytes before and after each. Bytes in a thread's cache
     count as used, so that a freed block is not joined with them, the next tensor of its size does not fit there, and
-    heaps grow to twice what lives in them, by chance. Huge pages give memory 2 MiB at a time; without them each step
-    faulted thousands of pages in, and with them layers of 256 to 1024 trained in 0.71 to 0.88 of the time.
+    heaps may grow to twice the memory in use. Huge pages give memory 2 MiB at a time; without them each step had
+    thousands of page faults, and with them layers of 256 to 1024 trained in 0.71 to 0.88 of the time.
 
-    For programs, before they import libraries, since glibc reads settings at the start only. Settings of the user's own
-    stay, and with another C library nothing happens.
+    Programs call this before they import libraries, because glibc reads settings only at the start. Settings of the
+    user are kept, and with another C library nothing happens.
     """
     tunables, is_late = os.environ.get(_TUNABLES, ""), {"torch", "pyarrow"} & sys.modules.keys()
     missing = [setting for setting in (_NO_CACHE, _HUGE_PAGES) if setting.partition("=")[0] not in tunables]
@@ -90,38 +90,39 @@ def _is_glibc() -> bool:
 
 
 def prepare_environment() -> None:
-    """Set up allocators and the log, before libraries are imported; a value that the user has set stays.
+    """Set up allocators and the log before libraries are imported; values that the user has set are kept.
 
-    A child of this program, or of torchrun, ends with the process that started it, from here on.
+    From here on, a child of this program or of torchrun ends with the process that started it.
     """
     end_with_parent()
-    # Arrow's own allocator keeps what each thread has freed: of 40 MiB decoded at most it held 110, or, told to give
-    # it back at once, took twice the time. malloc takes as long, and holds what is used.
+    # Arrow's own allocator keeps what each thread has freed: while up to 40 MiB were decoded it held 110, and if set to
+    # give memory back at once, it took twice the time. malloc is as fast, and holds only what is used.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-    # PyTorch then aligns blocks of 2 MiB and more to pages, and asks for huge pages. Of blocks that are aligned to 64
-    # bytes malloc cuts off slivers, small objects fill these, and the next block of that size does not fit there: heaps
-    # of layers of 256 to 1024 took twice what lived in them so, and 1.3 times with blocks aligned to pages.
+    # PyTorch then aligns blocks of 2 MiB and more to pages, and asks for huge pages. From blocks aligned to 64 bytes,
+    # malloc cuts off slivers, small objects fill these, and the next block of that size does not fit there: for layers
+    # of 256 to 1024, heaps then took twice the memory in use, and 1.3 times with blocks aligned to pages.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # PyTorch and oneDNN keep a compiled product of halves for each shape seen, 1,024 of a megabyte or two: lists of
-    # all lengths through layers in BF16 took a gigabyte. Ten layers have some 30 products, of batches of one size.
+    # PyTorch and oneDNN keep a compiled half-precision product for each shape seen, up to 1,024 of a megabyte or two:
+    # lists of all lengths through layers in BF16 took a gigabyte. Ten layers have some 30 products if batches have one
+    # size.
     os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
-    # A thread of libgomp that has done its part spins for 300,000 turns before it sleeps: some ten milliseconds, in
-    # which no thread that decodes has its core, while a step takes five. Spinning for one millisecond, two threads on
-    # two cores trained 1.17 times the rows at batches of 2,048, and 1.08 times at 8,192. Without spinning, waking the
-    # thread up each time doubles a step.
+    # A thread of libgomp that has done its part spins for 300,000 turns before it sleeps: for some ten milliseconds, no
+    # decoding thread gets its core, while a step takes five. With one millisecond of spinning, two threads on two cores
+    # trained 1.17 times as many rows at batches of 2,048, and 1.08 times at 8,192. Without spinning, waking the thread
+    # up each time doubles the time of a step.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-    # What torch warns of in C++ are twenty lines of addresses, as where a rank has ended and others still ask it.
+    # A warning of torch from C++ is twenty lines of addresses, such as when a rank has ended and others still ask it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # CUDA's allocator then grows the block that it has; by default it takes a new one for a batch of another size.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+    # CUDA's allocator then extends the block that it has; by default it allocates a new one for each size of batches.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the variable
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # Blocks of the first size and more come from the system, in huge pages, and go back to it when they are freed.
-    # Smaller ones are cut out of heaps, whose free end goes back once it is larger than the second. glibc by itself
-    # raises both, up to 32 and 64 MiB, as it sees large blocks freed; those of steps then left holes in the heap.
-    # Experts of 16,384 rows took 847 MiB so, and 676 with these sizes; the CPU time of steps of 2,048 to 16,384 rows
-    # was the same, as far as four pairs of runs could tell.
+    # Blocks of the first size or more come from the system, in huge pages, and go back to it when they are freed.
+    # Smaller ones are cut out of heaps, whose free end goes back once it is larger than the second size. By default,
+    # glibc raises both, up to 32 and 64 MiB, when large blocks are freed; blocks of steps then left holes in the heap.
+    # Experts of 16,384 rows then took 847 MiB, and take 676 with these sizes; the CPU time of steps of 2,048 to 16,384
+    # rows was the same, as far as four pairs of runs can show.
     _tell_malloc(_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", HEAP_BLOCK_BYTES)
     _tell_malloc(_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_", 64 << 20)
     logging.getLogger().addFilter(_is_news)
@@ -129,11 +130,11 @@ def prepare_environment() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Prepare the environment and check versions; then a program imports, without Python's collector of cycles.
+    """Prepare the environment, check versions, and turn Python's garbage collector off while a program imports.
 
     While libraries make 400,000 objects, the collector looks through them again and again, and more than once at the
-    program's end: 1.0 s of 4.9. So it runs once after the imports, which frees what is garbage by then, and leaves out
-    the other objects from then on. For programs alone, since these objects stay until the process ends.
+    program's end: 1.0 s of 4.9. So it runs once after the imports, to free what is garbage by then, and ignores the
+    other objects from then on. Only programs may call this, because these objects stay until the process ends.
     """
     prepare_environment()
     check_versions()
@@ -149,28 +150,28 @@ def importing() -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # FBGEMM 1.6 says so 14 times as it is imported, of itself; recsys.runtime.versions knows what goes together.
+    # FBGEMM 1.6 logs this about itself 14 times when imported; recsys.runtime.versions checks what fits together.
     return "_fbgemm_torch_compat_table has no entry" not in str(record.msg)
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep freed memory from now on, for runs on a GPU, whose memory is the one that counts.
+    """Let malloc keep freed memory from now on; for runs on a GPU, where host memory matters less.
 
-    Threads that decode take and free blocks of megabytes all the time. The system has to find and zero the pages of
-    such a block, for one thread of a process after the other: on 16 cores beside an H100 that took a quarter of the
-    time of decoding lists. A variable that the user has set stays.
+    Decoding threads allocate and free blocks of megabytes all the time. The system must find and zero the pages of such
+    a block, for one thread of a process after the other: on the 16 cores of a machine with an H100, that took a quarter
+    of the time of decoding lists. A variable that the user has set is kept.
     """
     global _keeps_freed
     _keeps_freed = True
-    _tell_malloc(_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", 32 << 20)  # the most that glibc takes
+    _tell_malloc(_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", 32 << 20)  # the most that glibc accepts
     _tell_malloc(_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_", 1 << 30)
 
 
 def give_unused_back() -> None:
-    """Return the freed memory that Arrow and glibc keep to the system, after work that is done once."""
+    """Give the freed memory that Arrow and glibc keep back to the system, after work that is done once."""
     if _keeps_freed:
         return
-    import pyarrow as pa  # here, because the environment is prepared before
+    import pyarrow as pa  # here, because it reads the environment that this module prepares
 
     pa.default_memory_pool().release_unused()
     with suppress(OSError, AttributeError):  # another C library
@@ -178,10 +179,10 @@ def give_unused_back() -> None:
 
 
 class GiveBack:
-    """Gives unused memory back, once a second at most; to be called often, such as after each step.
+    """Gives unused memory back, at most once a second; call it often, such as after each step.
 
-    Holes of a heap that are not filled again stay, and others come: over twenty steps of layers of 1024 a heap grew
-    from one and a half to three times what lived in it. What a step takes anew costs less than a hundredth of a second.
+    Holes of a heap that are not filled again stay, and others are added: over twenty steps of layers of 1024, a heap
+    grew from one and a half to three times the memory in use. Allocating again costs a step less than 0.01 s.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Atomic file replacement: written aside, synced, renamed; errors name the file."""
+"""Files written atomically (aside, synced, renamed), folders for output, and errors that name the file."""
 
 import errno
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recsys.errors import UserError, why
 
-# Errors of file systems that cannot sync folders, such as some of networks and of virtual machines.
+# Errors of file systems that cannot sync folders, such as some of networks and virtual machines.
 _NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 
 
@@ -19,9 +19,9 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write to, and rename it to `path` at the end; a crash or an error leaves the file as it was.
 
     Raises:
-        OSError: it cannot be written; its `filename` is set.
+        OSError: it cannot be written; `filename` is set.
     """
-    # Processes may write pages over all of them at once, and in containers have the same numbers.
+    # The name is random, because processes may write the same file at once, and have equal numbers in containers.
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:16]}.tmp")
     with naming(path):
         try:
@@ -36,7 +36,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace the content of a file in one step, as `replacing` does."""
+    """Replace the content of a file in one step; see `replacing`."""
     with replacing(path) as aside:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -50,7 +50,7 @@ def copy_files(source: Path, target: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Set the file name of an OSError raised inside; those of open files have none."""
+    """Set the file name of an OSError raised inside; errors of files that are already open have none."""
     try:
         yield
     except OSError as error:
@@ -59,7 +59,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path, argument: str = "OUT") -> None:
-    """Make a folder that the user names by an argument, and those above it, unless they are there.
+    """Make a folder that the user names by an argument, and the folders above it, unless they exist.
 
     Raises:
         UserError: it cannot be made.
@@ -73,21 +73,21 @@ def make_folder(path: Path, argument: str = "OUT") -> None:
 
 
 def cannot_write(key: str, folder: Path, error: OSError) -> UserError:
-    """Return the mistake of a folder, named by a config key, that cannot be written to."""
+    """Return the UserError for a folder, named by a config key, that cannot be written to."""
     return UserError(f"config key '{key}': cannot write to '{folder}' ({why(error)}); name another folder")
 
 
 def prepare_output(path: Path, argument: str = "OUT") -> None:
     """Refuse a path, named by an argument, that cannot be a regular file, and make its folder.
 
-    It is called before any work, which would be lost otherwise.
+    It is called before any work, which would otherwise be lost.
 
     Raises:
         UserError: it is a folder, a device or a pipe, or its own folder cannot be made.
     """
     if path.is_dir():
         raise UserError(f"{argument}: '{path}' is a folder; name a file")
-    if path.exists() and not path.is_file():  # root would replace /dev/null for all who write there
+    if path.exists() and not path.is_file():  # root would replace /dev/null for everyone
         raise UserError(f"{argument}: '{path}' is a device, a pipe or a socket, which would be replaced; name a file")
     make_folder(path.parent, argument)
 
@@ -96,7 +96,7 @@ def write_output(path: Path, content: str) -> None:
     """Replace a file that the user may name by `--out`.
 
     Raises:
-        UserError: it is no file, or cannot be written.
+        UserError: it is not a file, or cannot be written.
     """
     prepare_output(path, "--out")
     try:
@@ -106,10 +106,10 @@ def write_output(path: Path, content: str) -> None:
 
 
 def prepare_json(path: Path, command: str, *keys: str) -> None:
-    """Refuse an existing OUT that is neither empty nor a JSON file of the same command, which has these keys.
+    """Refuse an existing OUT unless it is empty, or a JSON file of the same command, which has these keys.
 
     Raises:
-        UserError: it is such a file, cannot be written, or lies in no folder.
+        UserError: it is another file, cannot be written, or its folder does not exist.
     """
     if not path.parent.is_dir():
         raise UserError(f"'{path.parent}' is not a folder, so {path.name} cannot be written there; make it first")
@@ -128,7 +128,7 @@ def prepare_json(path: Path, command: str, *keys: str) -> None:
 
 
 def unused_folder(path: Path) -> Path:
-    """Make a folder, with a number behind its name where that is taken, and return it.
+    """Make a folder, with a number added to its name if that is taken, and return it.
 
     Raises:
         OSError: it cannot be made.

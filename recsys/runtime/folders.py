@@ -1,4 +1,4 @@
-"""A folder that appears whole, or in place of an earlier one, at a rename; one process at a time writes it."""
+"""A folder that appears complete, by a rename, and may replace an earlier one; one process at a time writes it."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,17 +14,16 @@ from recsys.runtime.run_lock import beside_lock, output_lock
 def whole_folder(out: Path, argument: str = "OUT", replaces: bool = False) -> Iterator[Path]:
     """Yield an empty folder that becomes `out` when the block succeeds, and is removed if an error or a signal ends it.
 
-    It lies beside `out`. What a process that was killed has left there is removed.
+    It is next to `out`. If a killed process has left something there, that is removed.
 
     Args:
-        argument: by which the user names `out`. replaces: an `out` that is not empty is replaced.
+        argument: what the user calls `out`. replaces: whether an `out` that is not empty is replaced.
 
     Raises:
-        UserError: it cannot be made, another process writes it, or `out` has become another one meanwhile; or a disk is
-            mounted there.
+        UserError: it cannot be made, another process writes it or has made `out` meanwhile, or a disk is mounted there.
     """
-    out = out.resolve()  # the folder itself, where a link leads to it
-    if out.is_mount():  # told before any work, which would be lost
+    out = out.resolve()  # if it is a link, the folder itself
+    if out.is_mount():  # checked before any work, which would be lost
         raise UserError(
             f"{argument}: '{out}' is the mount point of a disk or volume, which cannot be replaced; name a folder in it"
         )
@@ -48,7 +47,7 @@ def whole_folder(out: Path, argument: str = "OUT", replaces: bool = False) -> It
 
 
 def _clear(folder: Path) -> None:
-    """Remove all of a folder but its lock."""
+    """Remove everything in a folder except its lock."""
     for path in beside_lock(folder):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -61,11 +60,11 @@ def _rename(new: Path, out: Path) -> None:
 
 
 def _put_in_place(new: Path, out: Path) -> None:
-    """Rename a folder, in place of one that may be there and is removed; a crash leaves no half of either."""
+    """Rename a folder to `out`, whose earlier content is removed; a crash never leaves a part of either there."""
     old = out.parent / f".{out.name}.old"
     try:
         if out.exists():
-            shutil.rmtree(old, ignore_errors=True)  # of an attempt that was killed here
+            shutil.rmtree(old, ignore_errors=True)  # left by an attempt that was killed at this point
             out.rename(old)
         new.rename(out)
     except BaseException:

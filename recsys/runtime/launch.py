@@ -10,10 +10,10 @@ from typing import Any
 from recsys.errors import UserError
 
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PARENT = "RECSYS_PARENT"  # number of the process that a child ends with
-_CALLED = "RECSYS_CALLED"  # set where code has called `recsys.train`, and no command line goes on with the run
-_PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torch, to find the other ranks
+_PARENT = "RECSYS_PARENT"  # number of the parent process, with which a child ends
+_CALLED = "RECSYS_CALLED"  # set if code has called `recsys.train`, so that no command line can resume the run
+_PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torch needs these to find the other ranks
 
 
 def is_launched() -> bool:
@@ -22,7 +22,7 @@ def is_launched() -> bool:
 
 
 def rank_of_several() -> str:
-    """Return this process's place in its launch, as "rank 0 of 2"; empty for a single process."""
+    """Return this process's place in its launch, such as "rank 0 of 2"; empty for a single process."""
     ranks = os.environ.get("WORLD_SIZE") or "1"
     return f"rank {os.environ['RANK']} of {ranks}" if is_launched() and ranks != "1" else ""
 
@@ -31,7 +31,7 @@ def local_ranks() -> tuple[int, int]:
     """Return which rank of its machine this process is, and how many the machine has; (0, 1) without a launcher.
 
     Raises:
-        UserError: a variable is missing that torch finds the other ranks by, or one is no number, or out of range.
+        UserError: a variable that torch needs to find the other ranks is missing, not a number, or out of range.
     """
     missing = [name for name in _NEEDED if not os.environ.get(name)] if is_launched() else []
     if missing:
@@ -50,9 +50,9 @@ def local_ranks() -> tuple[int, int]:
 
 
 def _check_below(rank_name: str, size_name: str) -> tuple[int, int]:
-    """Return two variables, 0 and 1 by default; the first must be less than the second, where that is set.
+    """Return two variables, by default 0 and 1; the first must be less than the second, if that is set.
 
-    Scripts of one's own often set LOCAL_RANK alone, by which a GPU is chosen.
+    Users' own scripts often set only LOCAL_RANK, to choose a GPU.
     """
     rank, size = os.environ.get(rank_name) or "0", os.environ.get(size_name) or ""
     if not (rank.isdecimal() and (not size or (size.isdecimal() and int(rank) < int(size)))):
@@ -64,13 +64,13 @@ def _check_below(rank_name: str, size_name: str) -> tuple[int, int]:
 
 
 def launch_identity() -> dict[str, Any]:
-    """Return identifiers of the launch that a restart keeps, and the number of Slurm's restarts."""
+    """Return identifiers of the launch that stay the same after a restart, and the number of Slurm's restarts."""
     torchrun = os.environ.get("TORCHELASTIC_RUN_ID")
     restarts = os.environ.get("SLURM_RESTART_COUNT") or "0"
     return {
         "slurm_job": os.environ.get("SLURM_JOB_ID"),
         "slurm_restarts": int(restarts) if restarts.isdecimal() else 0,
-        "torchrun": None if torchrun == "none" else torchrun,  # as where no --rdzv-id was given
+        "torchrun": None if torchrun == "none" else torchrun,  # it is "none" if no --rdzv-id was given
     }
 
 
@@ -82,29 +82,29 @@ def environment_of_one_process() -> dict[str, str]:
 
 
 def environment_of_child() -> dict[str, str]:
-    """Return the environment of one process that is not to outlive this one; it calls `end_with_parent` first."""
+    """Return the environment of one process that must not outlive this one; it calls `end_with_parent` first."""
     return {**environment_of_one_process(), _PARENT: str(os.getpid())}
 
 
 def environment_of_called() -> dict[str, str]:
-    """Return the environment of a child that trains because code has called for it."""
+    """Return the environment of a child that trains because code has called `recsys.train`."""
     return {**environment_of_child(), _CALLED: "1"}
 
 
 def is_called() -> bool:
-    """Return whether this process was given `environment_of_called`."""
+    """Return whether this process was started with `environment_of_called`."""
     return _CALLED in os.environ
 
 
 def end_with_parent() -> None:
     """Send SIGTERM to this process when its parent ends, even by SIGKILL.
 
-    For ranks of torchrun, which nobody ends once torchrun is gone, and for processes that were given
-    `environment_of_child`.
+    It has an effect on ranks of torchrun, which nothing else would end once torchrun is gone, and on processes started
+    with `environment_of_child`.
     """
     parent = os.environ.pop(_PARENT, "")
     if parent or "TORCHELASTIC_RUN_ID" in os.environ:
         with suppress(OSError, AttributeError):  # a system without it
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if parent and parent != str(os.getppid()):  # it has ended before
+    if parent and parent != str(os.getppid()):  # the parent has already ended
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Progress of long tasks: a line that is redrawn on a terminal, lines of the log elsewhere."""
+"""Progress of long tasks: on a terminal a line that is redrawn, elsewhere lines of the log."""
 
 import logging
 import shutil
@@ -12,17 +12,17 @@ from recsys.runtime.environment import draws_on
 
 logger = logging.getLogger("recsys")
 
-_AFTER_S = 5.0  # what ends sooner needs no sign of life
+_AFTER_S = 5.0  # tasks that end sooner show no progress
 _DRAWN_EVERY_S, _TOLD_EVERY_S = 0.2, 60.0
 _BAR_WIDTH = 20
 _CLEAR = "\r\x1b[K"
 
 
 class LiveLine:
-    """The last line of a terminal, which can be drawn again; on anything else it does nothing.
+    """The last line of a terminal, which can be redrawn; on any other stream it does nothing.
 
     Attributes:
-        is_on: it is a terminal that moves its cursor.
+        is_on: whether the stream is a terminal that moves its cursor.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -30,9 +30,9 @@ class LiveLine:
         self.is_on = draws_on(stream)
 
     def draw(self, text: str) -> None:
-        """Put a text in place of the line."""
+        """Replace the line by a text."""
         if self.is_on:
-            with self._lock, suppress(OSError, ValueError):  # such as a terminal that is gone
+            with self._lock, suppress(OSError, ValueError):  # raised, for example, if the terminal is gone
                 self._text = text
                 self._stream.write(_CLEAR + text[: shutil.get_terminal_size().columns - 1])
                 self._stream.flush()
@@ -43,7 +43,7 @@ class LiveLine:
             self.draw("")
 
     def __enter__(self) -> None:
-        """Make room for lines above it."""
+        """Remove the line while the block prints lines, which then stand above it."""
         self._lock.acquire()
         if self._text:
             with suppress(OSError, ValueError):
@@ -59,20 +59,20 @@ live_line = LiveLine(sys.stdout)
 
 
 def bar(share: float) -> str:
-    """Return a bar with a share as text; in signs that standard output can show."""
+    """Return a bar that shows a share, with the percentage, in characters that standard output can show."""
     full, rest = "━─" if (sys.stdout.encoding or "").lower().startswith("utf") else "=-"
     length = round(_BAR_WIDTH * min(1.0, share))
     return f"{full * length}{rest * (_BAR_WIDTH - length)} {min(1.0, share):4.0%}"
 
 
 class Task:
-    """A context that shows the progress of a task that takes more than some seconds.
+    """A context that shows the progress of a task if it takes more than some seconds.
 
-    On a terminal it is a bar; elsewhere lines of the log, ever rarer, up to one a minute.
+    On a terminal, progress is a bar; elsewhere lines of the log, at growing intervals of up to one minute.
 
     Args:
-        total: what `done` comes to; None: that is not known.
-        is_shown: of ranks that do the same, one shows it.
+        total: value of `done` at the end, or None if it is not known.
+        is_shown: False on all but one of the ranks that do the same.
     """
 
     def __init__(self, what: str, total: int | None = None, unit: str = "", is_shown: bool = True) -> None:

@@ -22,7 +22,7 @@ _DRAWN_EVERY_S = 0.2
 
 
 def start_logging(folder: Path, rank: int) -> Path:
-    """Log this rank to `folder`/rank_K.log, whose path is returned, and rank 0 to standard output too."""
+    """Log to `folder`/rank_K.log, whose path is returned, and on rank 0 also to standard output."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{rank}.log"
     handlers: list[logging.Handler] = [_LogFile(path)]
@@ -45,7 +45,7 @@ def start_logging(folder: Path, rank: int) -> Path:
 
 
 class _Losing(logging.Handler):
-    """A handler that warns once if lines cannot be written, as on a full disk, and lets the run go on without them."""
+    """A handler that warns once if lines cannot be written, as on a full disk, and lets the run continue."""
 
     place = "standard output"
     _told = False
@@ -61,9 +61,9 @@ class _Losing(logging.Handler):
 
 
 class _Console(_Losing, logging.StreamHandler):
-    """Standard output; on a terminal lines go above the live one, and what that tells is no line besides.
+    """Standard output; on a terminal, lines go above the live line, and are left out if that shows them already.
 
-    Warnings say that they are, so that they are found in a file of the output too.
+    Warnings begin with the word, so that they can also be found in a file of the output.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,8 @@ class _Console(_Losing, logging.StreamHandler):
                 super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if not (isinstance(sys.exc_info()[1], BrokenPipeError) and output_is_cut()):  # whoever reads has read enough
+        # If the reader of a pipe has closed it, it wants no more lines, and that is not an error.
+        if not (isinstance(sys.exc_info()[1], BrokenPipeError) and output_is_cut()):
             super().handleError(record)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -87,22 +88,22 @@ class _Console(_Losing, logging.StreamHandler):
 class _LogFile(_Losing, logging.FileHandler):
     def _open(self) -> TextIOWrapper:
         self.place = f"'{self.baseFilename}'"
-        # Without a buffer, which would keep a line that cannot be written, and fail once more when it is closed.
+        # Not buffered: a buffer would keep a line that cannot be written, and fail again when it is closed.
         file: Any = FileIO(self.baseFilename, "a")
         return TextIOWrapper(file, "utf-8", "backslashreplace", write_through=True)
 
 
 def quiet_libraries() -> None:
-    """Silence the notices that torch and torchrec give at import."""
+    """Silence the notices that torch and torchrec print at import."""
     warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics|pyvers)(\..*)?$")
-    # torchrec's planner logs to the root logger itself.
+    # This filter is on the root logger, because torchrec's planner logs there directly.
     logging.getLogger().addFilter(lambda record: record.levelno >= logging.ERROR)
     for name in ("torchrec", "torch.fx", "torch.distributed", "torch.distributed.checkpoint", "torch.onnx"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def to_json(values: Any, indent: int | None = None) -> str:
-    """Return JSON, with null for NaN and infinity."""
+    """Return values as JSON, with null for NaN and infinity."""
     return json.dumps(_finite(values), indent=indent, allow_nan=False)
 
 
@@ -115,10 +116,10 @@ def _finite(values: Any) -> Any:
 
 
 class Progress:
-    """Training speed, loss, share of time spent waiting for data, and time left; on a terminal its live line too.
+    """Measures training speed, loss, share of time spent waiting for data, and time left; draws the live line.
 
     Args:
-        window: where sum and number of the losses since the last line are counted, by "" and by task.
+        window: collects [sum, number] of the losses since the last line, by task; "" is the whole loss.
     """
 
     def __init__(self, num_steps: int, first_step: int, window: dict[str, list[float]]) -> None:
@@ -130,7 +131,7 @@ class Progress:
         self._paused, self._told = 0.0, ""
 
     def step(self, rows: int, wait_seconds: float, losses: dict[str, float]) -> None:
-        """Count one step of `rows` rows over all ranks; a step that was skipped has no losses."""
+        """Count a step, with `rows` rows over all ranks; a skipped step has no losses."""
         self._step += 1
         self._rows += rows
         self._total_rows += rows
@@ -163,7 +164,7 @@ class Progress:
         return {"samples_per_s": self._total_rows / seconds, "wait_share": min(1.0, self._total_wait / seconds)}
 
     def line(self) -> dict[str, Any]:
-        """Return the figures of the steps since the last call; the loss is the mean over those that have one."""
+        """Return the figures of the steps since the last call; the loss is the mean over the steps that have one."""
         now = time.monotonic()
         elapsed = max(now - self._mark, 1e-9)
         means = {name: total / count for name, (total, count) in self._window.items()}
@@ -181,7 +182,7 @@ class Progress:
         return values
 
     def show(self, values: dict[str, Any]) -> str:
-        """Return the line for people."""
+        """Return the figures of `line` as text."""
         tasks = "".join(f"{name} {loss:.4f}  " for name, loss in values.get("losses", {}).items())
         self._told = (
             f"loss {values['loss']:.4f}  {tasks}{values['samples_per_s']:,.0f} samples/s  "
@@ -195,7 +196,7 @@ class Progress:
 
 
 def show_metrics(metrics: dict[str, float]) -> str:
-    """Return the metrics of an evaluation as text; counts and calibration are in the records alone."""
+    """Return the metrics of an evaluation as text, without counts and calibration, which are only in the records."""
     aside = ("rows", "users", "calibration")
     shown = {name: value for name, value in metrics.items() if name.rpartition(".")[2] not in aside}
     return "  ".join(f"{name} {value:.4f}" for name, value in shown.items())

@@ -16,8 +16,8 @@ from recsys.runtime.threads import computing_threads
 from recsys.runtime.world import World
 
 _CUBLAS_THREADS = 2  # the training thread, and autograd's for backward passes
-# Parts of matrices that MKL has copied stay in each thread, for each kind of product: of inputs with weights, and of
-# gradients with either; the last is computed by two threads at most (models/halves.py). 2.2 to 3 MiB were measured.
+# MKL keeps copied parts of matrices in each thread, for each kind of product: inputs with weights, gradients with
+# weights, gradients with inputs. At most two threads compute the last (models/halves.py). 2.2 to 3 MiB were measured.
 _PACKED_BYTES = 21 << 17
 
 
@@ -26,16 +26,16 @@ class Topology:
     """Machines of equal size with equally many ranks.
 
     Attributes:
-        world_size: ranks; local_world_size: of them on one machine.
+        world_size: number of ranks. local_world_size: ranks on one machine.
         device: where a rank computes; without an index.
-        device_bytes: memory of one GPU; 0 on CPU, where all is host memory.
-        host_bytes: memory of one machine that its processes may use; UNLIMITED where it is not known.
-        locked_bytes: host memory that a process may lock without privilege; None: any. CUDA's pinned memory is not
-            bound by it, RDMA's and mlock's are.
-        blas_bytes: what matrix products keep of a rank's memory, where it computes.
+        device_bytes: memory of one GPU; 0 on CPU, where all memory is host memory.
+        host_bytes: memory of one machine that its processes may use; UNLIMITED if it is not known.
+        locked_bytes: host memory that a process may lock without privilege; None: any. It limits memory of RDMA and
+            mlock, but not CUDA's pinned memory.
+        blas_bytes: memory that matrix products keep on the device of a rank.
         sources: where the two sizes come from, by `device_bytes` and `host_bytes`.
-        process_bytes: of CPU: what a process may take, where memory.budget says so; None: what its machine has.
-        start_bytes: of CPU: what a process takes before it holds tables or batches; None: not measured.
+        process_bytes: on CPU, what memory.budget lets a process take; None: what its machine has.
+        start_bytes: on CPU, what a process takes before it holds tables or batches; None: not measured.
     """
 
     world_size: int
@@ -51,7 +51,7 @@ class Topology:
 
     @property
     def num_machines(self) -> int:
-        """Machines that the ranks run on."""
+        """Number of machines."""
         return self.world_size // self.local_world_size
 
     @property
@@ -73,11 +73,11 @@ class Topology:
 def topology_of(config: Config, world: World | None = None) -> Topology:
     """Return the machines of a run, or without a `world` those of the config's section `topology`.
 
-    What this machine has of host memory tells nothing of others: it counts only where `topology` describes none. Where
-    memory.budget is less than the memory there is, it stands for that.
+    The host memory of this machine says nothing about others: it is used only if `topology` describes none. If
+    memory.budget is less than the memory there is, it is used instead.
 
     Raises:
-        UserError: the memory of a GPU is not given, and there is none here to ask.
+        UserError: the memory of a GPU is not given, and there is no GPU here to ask.
     """
     settings = config.topology
     if world is not None:
@@ -122,13 +122,13 @@ def _device_bytes(config: Config) -> tuple[int, str]:
 
 
 def _cublas_bytes() -> int:
-    """Return torch's default for the GPU here, or for Hopper, of each thread (ATen/cuda/CublasHandlePool.cpp)."""
+    """Return torch's default workspaces of all threads for the GPU here, or for Hopper (see CublasHandlePool.cpp)."""
     hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 9
     return _CUBLAS_THREADS * ((32 << 20) if hopper else (2 * 4096 + 8 * 16) << 10)
 
 
 def _mkl_bytes(config: Config, local_world_size: int) -> int:
-    """Return what MKL keeps of a process; under autocast products are oneDNN's, which keeps compiled code instead."""
+    """Return the bytes that MKL keeps; under autocast, oneDNN computes products, and keeps compiled code instead."""
     if config.precision.autocast is not Autocast.none:
         return 0
     threads = computing_threads(config.run.num_threads, torch.device("cpu"), local_world_size)
@@ -145,5 +145,5 @@ def _host_bytes(config: Config, here: bool) -> tuple[int, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or of the machine's processor."""
+    """Return the name of a GPU, or for CPU that of the machine's processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()

@@ -1,4 +1,4 @@
-"""Parquet files that commands write: from a stream of tables, and in place of their own alone."""
+"""Parquet files that commands write, from a stream of tables; they only replace files of the same command."""
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,17 +17,17 @@ ROW_GROUP_ROWS = 1 << 16  # held in memory
 # A dictionary has room for all numbers of FP16. Vectors in FP32 soon have more, and are then written plainly: with
 # Arrow's default of 1 MiB that came so late that writing them took twice as long.
 _WRITTEN: Any = {"compression": "zstd", "write_page_checksum": True, "dictionary_pagesize_limit": 1 << 18}
-# To read a file some rows at a time: Arrow else reads all that is asked for of it before the first row.
+# To read a file some rows at a time; by default, Arrow reads all of the requested columns before the first row.
 STREAMED: Any = {"pre_buffer": False, "buffer_size": 1 << 20}
 
 
 def prepare_parquet(path: Path, *columns: str) -> None:
-    """Refuse an OUT that exists and is neither empty nor a file of the command, all of which have these columns.
+    """Refuse an existing OUT unless it is empty, or a file of the same command, which has these columns.
 
-    So no data are overwritten where the shell has expanded a glob to files of data, or two words are exchanged.
+    So no data are overwritten if the shell has expanded a glob to files of data, or two arguments are swapped.
 
     Raises:
-        UserError: it is such a file; or as of `prepare_output`.
+        UserError: it is another file; and the errors of `prepare_output`.
     """
     prepare_output(path)
     if not path.exists() or not path.stat().st_size:
@@ -43,8 +43,8 @@ def prepare_parquet(path: Path, *columns: str) -> None:
 
 
 def write_parquet(path: Path, tables: Iterable[pa.Table]) -> None:
-    """Write tables of one schema as a file that appears whole, in row groups of 65,536 rows or a table more; of no
-    rows, none. A thread writes a group while the tables of the next one are made."""
+    """Write tables of one schema to a file that appears complete; without rows, write no file. Row groups have 65,536
+    rows, or up to a table more. A thread writes a group while the tables of the next one are made."""
     pending: list[pa.Table] = []
     written: Future[None] | None = None
     with ExitStack() as stack:

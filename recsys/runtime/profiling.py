@@ -1,4 +1,4 @@
-"""Profiler traces of some training steps, for chrome://tracing or Perfetto, and in words where their time went."""
+"""Profiler traces of some training steps, for chrome://tracing or Perfetto, and a text on where their time went."""
 
 import os
 import re
@@ -15,10 +15,10 @@ from recsys.errors import why
 from recsys.runtime.files import replace_file, replacing
 from recsys.runtime.logs import logger
 
-_SKIPPED_STEPS = 10  # whose times are those of a start
+_SKIPPED_STEPS = 10  # the first steps take longer
 _WARM_UP_STEPS = 2  # of the profiler itself
-# An event is of the first part whose pattern is in its name or, where none is, in the name of what it was called in.
-# Names are those of torch, torchrec, FBGEMM and this package.
+# An event belongs to the first part whose pattern is in its name or, if none is, in the name of an event that called
+# it. Names are those of torch, torchrec, FBGEMM and this package.
 _PARTS = {
     "waiting for data": r"## (next_batch|load_batch)",
     "exchange": r"c10d::|nccl:|gloo:|all2all|all_to_all|AllToAll|All2All|ReduceScatter|AllGather|all_gather|"
@@ -43,11 +43,12 @@ _STEP = "ProfilerStep"
 def traced_steps(num_steps: int, path: Path, device: torch.device) -> Iterator[Callable[[], None]]:
     """Trace steps 13 … 12 + `num_steps`; yield a function to be called after every step.
 
-    The lookups and updates of tables are marked `## tables: …`; allocations within are those of tables.
+    Lookups and updates of tables are marked `## tables: …`; allocations within these marks are those of tables.
 
     Args:
-        num_steps: 0 traces none.
-        path: of the JSON file, whose folder is made, and beside it a text; neither is written if training ends before.
+        num_steps: 0: no step is traced.
+        path: of the JSON file; a text is written next to it, and its folder is made. If training ends earlier, neither
+            is written.
     """
     if not num_steps:
         yield lambda: None
@@ -59,7 +60,7 @@ def traced_steps(num_steps: int, path: Path, device: torch.device) -> Iterator[C
         try:
             with replacing(path) as aside:
                 done.export_chrome_trace(str(aside))
-                with aside.open("rb") as file:  # Kineto tells of no error
+                with aside.open("rb") as file:  # because Kineto does not report errors
                     file.seek(-2, os.SEEK_END)
                     if b"}" not in file.read():
                         raise OSError("it is cut short, as on a full disk")
@@ -78,9 +79,10 @@ def traced_steps(num_steps: int, path: Path, device: torch.device) -> Iterator[C
 
 
 def profile_text(events: Sequence[Any], where: str) -> str:
-    """Return ten lines on where the time of the profiled steps went, as the training thread spent it.
+    """Return ten lines on how the training thread spent the time of the profiled steps.
 
-    Each event's own time, without what it called, counts. With a GPU it is the time of the host, which waits for it.
+    Each event counts with its own time, without the events that it called. With a GPU, this is the time of the host,
+    which waits for it.
 
     Args:
         events: `torch.profiler.profile.events()`. where: the rank, for the first line.
@@ -103,7 +105,7 @@ def profile_text(events: Sequence[Any], where: str) -> str:
 
 
 def _part_of(event: Any) -> str | None:
-    """Return the part that an event, or what it was called in, is of; None outside the profiled steps."""
+    """Return the part that an event, or an event that called it, belongs to; None outside the profiled steps."""
     part, own = None, _DENSE if re.search(_OF_MODEL, event.name) else _PYTHON
     while event is not None:
         if event.name.startswith(_STEP):

@@ -1,8 +1,8 @@
 """The lock of a folder that is written to: one run at a time, and a stale lock is taken over.
 
-The lock of a run that has ended without releasing it is taken over: on the same machine the kernel tells at once, since
-the file is locked by `flock` too; from another machine the file's time has to stand still for a while; and runs that
-the same Slurm job or the same torchrun starts again need not ask.
+The lock of a run that has ended without releasing it is taken over. On the same machine, the kernel knows at once that
+the run has ended, because the file is locked by `flock` too. From another machine, the time of the file must not have
+changed for a while. A run that the same Slurm job or the same torchrun has restarted need not wait.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from recsys.runtime.logs import logger
 
 LOCK_FILE = ".lock"
 _BEAT_S = 10.0
-OUTPUT_TAKEN = "{}: another process writes to '{}'"  # begins what is told of a folder that is locked
-_STALE_S = 120.0  # NFS may show times of other machines a minute late
+OUTPUT_TAKEN = "{}: another process writes to '{}'"  # beginning of the error for a folder that is locked
+_STALE_S = 120.0  # NFS may show times from other machines a minute late
 
 
 class RunLock:
-    """Lock of a folder, kept alive by a thread; before `take`, and on ranks that take none, it does nothing.
+    """The lock of a folder, kept alive by a thread; before `take`, and on ranks that do not take it, it does nothing.
 
     After `release` it may be taken again.
 
     Args:
-        refusal: what begins the sentence for a folder, `{}`, that is locked. writer: what they call the holder.
+        refusal: beginning of the error for a folder, `{}`, that is locked. writer: what messages call the holder.
     """
 
     def __init__(self, refusal: str = "config key 'run.dir': another run writes to '{}'", writer: str = "run") -> None:
@@ -71,7 +71,7 @@ class RunLock:
             earlier: the `id` of the lock of an earlier start of this run, which has ended.
 
         Raises:
-            UserError: a run that is alive holds it.
+            UserError: a running process holds it.
             OSError: it cannot be written.
         """
         path = folder / LOCK_FILE
@@ -100,10 +100,10 @@ class RunLock:
         return _parsed(self._content).get("id", "")
 
     def check(self, now: bool = False) -> None:
-        """Raise if the run directory is this run's no longer; without `now`, as of some seconds ago.
+        """Raise if the folder no longer belongs to this run; without `now`, according to the last look at the file.
 
         Raises:
-            UserError: it has been removed, or taken over by another run.
+            UserError: the folder has been removed, or taken over by another run.
         """
         if now:
             self.lost()
@@ -120,7 +120,7 @@ class RunLock:
         while not ended.wait(_BEAT_S):
             self._look()
             if self._path is not None and not self._lost:
-                with contextlib.suppress(OSError):  # such as a server that is away for a while
+                with contextlib.suppress(OSError):  # for example if the file server is away for a while
                     os.utime(self._path)
 
     def _look(self) -> None:
@@ -140,9 +140,9 @@ class RunLock:
 
 
 def _identity() -> dict[str, Any]:
-    """Return what tells this run from others, and what a person wants to know of it."""
+    """Return the content of a lock: what identifies this run, and what a person wants to know about it."""
     boot, user = "", str(os.getuid())
-    with contextlib.suppress(OSError, KeyError):  # Linux alone tells of its boot, and a container may know no users
+    with contextlib.suppress(OSError, KeyError):  # only Linux has a boot id, and a container may not know the user
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         user = getpass.getuser()
     about = {
@@ -158,7 +158,7 @@ def _remove_stale(path: Path, earlier: str | None, refusal: str) -> None:
     """Remove a lock whose run has ended.
 
     Args:
-        refusal: as of `RunLock`.
+        refusal: see `RunLock`.
 
     Raises:
         UserError: the run is alive.
@@ -175,14 +175,14 @@ def _remove_stale(path: Path, earlier: str | None, refusal: str) -> None:
             path.rename(aside)
         if aside.read_bytes() == content:
             aside.unlink()
-        else:  # another run was faster by less than that
+        else:  # another run has replaced the lock between the check and the rename
             aside.rename(path)
-    except FileNotFoundError:  # it has released the lock
+    except FileNotFoundError:  # the other run has released the lock
         return
 
 
 def _await_end(path: Path, file: IO[bytes], holder: dict[str, Any], refusal: str) -> None:
-    """Return once the run of a lock is known to have ended, at once where that can be known."""
+    """Wait until the run of a lock is known to have ended, which may be at once. Raises UserError if it is alive."""
     mine, first, waits = _identity(), path.stat().st_mtime, False
     same_job = mine["slurm_job"] is not None and mine["slurm_job"] == holder.get("slurm_job")
     if same_job and holder["slurm_restarts"] < mine["slurm_restarts"]:
@@ -205,12 +205,12 @@ def _await_end(path: Path, file: IO[bytes], holder: dict[str, Any], refusal: str
 
 
 def output_lock(argument: str = "OUT") -> RunLock:
-    """Return the lock of a folder that a command writes to, by `argument` of its user; it is not taken yet."""
+    """Return the lock of a folder that a command writes to, which the user names by `argument`; it is not taken yet."""
     return RunLock(OUTPUT_TAKEN.format(argument, "{}"), "process")
 
 
 def beside_lock(folder: Path) -> Iterator[Path]:
-    """Yield what is in a folder, but its lock and what taking that needs."""
+    """Yield the entries of a folder, except its lock and the files that taking the lock needs."""
     return (path for path in folder.iterdir() if not path.name.startswith(LOCK_FILE))
 
 
@@ -223,7 +223,7 @@ def lock_id(folder: Path) -> str:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a run that is alive holds the lock of a folder, as far as this machine can tell."""
+    """Return whether a running process holds the lock of a folder, as far as this machine can know."""
     path = folder / LOCK_FILE
     try:
         with path.open("rb") as file:
@@ -237,20 +237,20 @@ def is_locked(folder: Path) -> bool:
 
 
 def _has_ended_here(held: bool | None, holder: dict[str, Any]) -> bool:
-    """Return whether the run of a lock is known to have ended, since it was one of this machine.
+    """Return whether the run of a lock is known to have ended, because it was on this machine.
 
     Args:
-        held: as of `_is_held`.
+        held: from `_is_held`.
     """
     boot = _identity()["boot"]
     return held is False and bool(boot) and boot == holder.get("boot")
 
 
 def _is_held(file: IO[bytes]) -> bool | None:
-    """Return whether a process that this machine knows of holds the lock; None: the file system has no such locks."""
+    """Return whether a process that this machine knows of holds the lock; None: the file system has no `flock`."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(file, fcntl.LOCK_UN)  # else a run that has just made the file, and waits for it, shows no life
+        fcntl.flock(file, fcntl.LOCK_UN)  # else a run that has just made the file waits here, and seems to be dead
     except BlockingIOError:
         return True
     except OSError:
@@ -259,7 +259,7 @@ def _is_held(file: IO[bytes]) -> bool | None:
 
 
 def _age_s(path: Path) -> float:
-    """Return how long ago the lock was alive by the clock of its file system, whatever that of this machine says."""
+    """Return how many seconds ago the lock was alive, by the clock of its file system, not that of this machine."""
     probe = path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
     probe.touch()
     try:
@@ -272,7 +272,7 @@ def _age_s(path: Path) -> float:
 def _parsed(content: bytes) -> dict[str, Any]:
     try:
         holder = json.loads(content)
-    except ValueError:  # of a run that has only just begun
+    except ValueError:  # the run has only just begun, and not written it yet
         return {}
     return holder if isinstance(holder, dict) and holder.keys() == _identity().keys() else {}
 

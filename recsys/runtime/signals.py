@@ -13,12 +13,12 @@ from recsys.runtime.logs import logger
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _POLL_SECONDS = 1.0
-_ECHO_S = 2.0  # a terminal sends Ctrl-C to all its processes, and torchrun sends what it got to its ranks once more
+_ECHO_S = 2.0  # a terminal sends Ctrl-C to all its processes, and torchrun passes it on to its ranks again
 
 
 @contextmanager
 def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Have a function called for signals inside the block, in place of what is called before and after it."""
+    """Let a function handle signals inside the block; before and after it, the earlier handlers do."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -29,7 +29,7 @@ def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, Any], Non
 
 @contextmanager
 def ending_orderly() -> Iterator[None]:
-    """Let SIGTERM raise an exception, so that what is half written is removed; for the main thread."""
+    """Let SIGTERM raise an exception, so that files that are half written are removed; for the main thread."""
 
     def end(number: int, frame: Any) -> None:
         raise TerminatedError
@@ -39,11 +39,11 @@ def ending_orderly() -> Iterator[None]:
 
 
 class StopRequests:
-    """Sets the stop flag of an object on a signal or a file; ranks then agree on their last step.
+    """Sets the stop flag of an object on a signal, or if a file exists; ranks then agree on their last step.
 
     Args:
-        target: whose flag `stop_requested` is set.
-        file: that asks for the end by being there; None on ranks that do not look.
+        target: the object whose flag `stop_requested` is set.
+        file: its existence is a request to stop; None on ranks that do not look for it.
     """
 
     def __init__(self, target: Any, file: Path | None) -> None:
@@ -58,7 +58,7 @@ class StopRequests:
             yield
 
     def requested(self) -> bool:
-        """Return whether this rank has been asked to stop; looks for the file once a second at most."""
+        """Return whether this rank has been asked to stop; looks for the file at most once a second."""
         if self._file is not None and not self._target.stop_requested and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _POLL_SECONDS
             if self._file.exists():

@@ -1,4 +1,4 @@
-"""Uniform random numbers as tensors, by `counter_random`."""
+"""Uniform random numbers as tensors, by the generator of `counter_random`."""
 
 import torch
 
@@ -9,7 +9,7 @@ def uniform(key: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor
     """Return `uniform_numbers` on the device of `rows`, exact on every device.
 
     Args:
-        key: of the stream. rows: [n] int64; columns: [m] int64, below 2**20.
+        key: of the stream. rows: [n] int64. columns: [m] int64, below 2**20.
 
     Returns:
         [n, m] float32.
@@ -23,14 +23,14 @@ def uniform(key: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor
 
 
 def kept(key: int, rows: torch.Tensor, columns: torch.Tensor, share: float) -> torch.Tensor:
-    """Return which elements are kept where a share of them is dropped, [n, m] bool: those of `uniform` from it on."""
+    """Return which elements dropout of a share keeps, bool [n, m]: those whose `uniform` number is at least `share`."""
     if rows.device.type == "cpu":
         return _kept_on_cpu(_signed(key), rows, columns, share)
     return uniform(key, rows, columns) >= share
 
 
-# Operators of their own, since on CPUs a block in the cache takes a quarter of the time that torch's passes over memory
-# take, and so that fake tensors and torch.compile know what it gives.
+# These are custom operators because on CPUs, blocks in the cache take a quarter of the time of torch's passes over
+# memory, and so that fake tensors and torch.compile know the result's shape.
 @torch.library.custom_op("recsys::uniform", mutates_args=(), device_types="cpu")
 def _on_cpu(key: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(uniform_numbers(key % (1 << 64), rows.numpy(), columns.numpy()))

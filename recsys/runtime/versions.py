@@ -1,4 +1,4 @@
-"""Versions of this program and of the packages, which are checked before the heavy imports: some sets crash there."""
+"""Versions of this program and its packages; they are checked before heavy imports, in which some sets crash."""
 
 import platform
 import re
@@ -12,11 +12,11 @@ from pathlib import Path
 from recsys.errors import UserError
 
 FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
-# `dependencies` of pyproject.toml, which a Python with a set of torch of its own may lack
+# `dependencies` of pyproject.toml, which a Python with its own set of torch may lack
 PLAIN = ("numpy", "pyarrow", "omegaconf", "psutil", "xxhash")
 REPORTED = ("torch", "torchrec", *FBGEMM, "pyarrow", "omegaconf", "numpy")
 
-# torchrec 1.X goes with fbgemm 1.X and torch 2.(X+5), none of which their wheels say. These X are supported:
+# torchrec 1.X fits fbgemm 1.X and torch 2.(X+5), which their wheels do not say. These X are supported:
 FIRST_MINOR, LAST_MINOR = 6, 9
 TORCH_MINOR_OFFSET = 5
 
@@ -30,13 +30,13 @@ def installed_versions() -> dict[str, str]:
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package can be imported; a folder of its name without code, such as W&B's ./wandb, is none."""
+    """Return whether a package can be imported; a folder without code, such as W&B's ./wandb, does not count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def own_version() -> str:
-    """Return the version of this program: of the clone that it is run from, else as it was installed."""
+    """Return the version of this program: that of the clone that it runs from, else that installed."""
     project = Path(__file__).parents[2] / "pyproject.toml"
     version = re.search(r'^version = "(.+)"$', project.read_text(), re.MULTILINE) if project.exists() else None
     return version[1] if version else _version("recsys") or "of unknown version"
@@ -54,7 +54,7 @@ def git_commit() -> str | None:
 
 
 def check_versions() -> None:
-    """Raise a UserError if packages are missing or do not go together; it says what to install."""
+    """Raise a UserError, which says what to install, if packages are missing or do not fit each other."""
     versions = installed_versions()
     fbgemm = [name for name in FBGEMM if name in versions]
     _check_installed("torch", "torchrec", *(fbgemm or FBGEMM[:1]), *PLAIN)
@@ -71,7 +71,7 @@ def exit_unless_installed(*names: str) -> None:
     """End a script with a sentence if packages are missing, before it imports them.
 
     Args:
-        names: packages that the script needs; none: all that a run needs, in versions that go together.
+        names: packages that the script needs; empty: all that a run needs, in versions that fit each other.
     """
     try:
         _check_installed(*names) if names else check_versions()
@@ -89,7 +89,7 @@ def _check_installed(*names: str) -> None:
 
 
 def _torchrec_alone(fbgemm_cpu: str | None) -> str:
-    # It requires fbgemm-gpu, beside which fbgemm-gpu-cpu must not be; so the extra cpu has to leave it out.
+    # torchrec requires fbgemm-gpu, which must not be installed together with fbgemm-gpu-cpu; so the extra cpu lacks it.
     minor = fbgemm_cpu and _minor(fbgemm_cpu, 1)
     return f"; with fbgemm-gpu-cpu use `pip install --no-deps 'torchrec==1.{minor}.*'`" if minor else ""
 
@@ -97,12 +97,12 @@ def _torchrec_alone(fbgemm_cpu: str | None) -> str:
 def _check_minors(versions: dict[str, str], fbgemm: str) -> None:
     names = ("torch", "torchrec", fbgemm)
     have = [f"{name} {versions[name]}" for name in names]
-    # Every version as the X of the rule above.
+    # Each version is turned into the X of the rule above.
     minors = [_minor(versions["torch"], 2, TORCH_MINOR_OFFSET), *(_minor(versions[n], 1) for n in names[1:])]
     supported = [m if m is not None and FIRST_MINOR <= m <= LAST_MINOR else None for m in minors]
     if supported[0] is not None and len(set(supported)) == 1:
         return
-    # What two of the three agree on, else what fits torch, the biggest to replace.
+    # Propose the X that two of the three agree on, else that of torch, which takes longest to replace.
     agreed = next((m for m in supported if m is not None and supported.count(m) == 2), supported[0])
     if agreed is None:
         raise UserError(
@@ -136,7 +136,7 @@ def _version(name: str) -> str | None:
 
 
 def _minor(version: str, major: int, offset: int = 0) -> int | None:
-    """Of major 2, 12 for 2.12.1+cu130 or 2.12.0.dev20260401, less the offset; None for another major."""
+    """Return the minor version less the offset (for major 2, 12 for 2.12.1+cu130), or None for another major."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return int(match[2]) - offset if match and int(match[1]) == major else None
 
@@ -146,7 +146,7 @@ def _join(words: list[str]) -> str:
 
 
 def main() -> None:
-    """Print the installed versions, or end with what is wrong with them."""
+    """Print the installed versions, or exit with a sentence on what is wrong with them."""
     try:
         check_versions()
     except UserError as error:

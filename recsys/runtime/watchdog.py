@@ -1,9 +1,9 @@
-"""Watchdog: names the rank that is stuck, and ends the run in place of waiting for ever.
+"""Watchdog: names the rank that is stuck, and ends the run instead of waiting for ever.
 
-Every rank tells the others about once a second, through the store, what it is doing. It looks at what they tell only
-when it makes no progress itself. Ranks wait for each other in collectives, so all of them look stuck when one is; the
-one that the others wait for has begun the fewest collectives, or does not answer at all. Before training and after it,
-where no progress is told, only ranks that do not answer are looked for.
+About once a second, every rank reports through the store what it is doing. It reads the reports of the others only when
+it makes no progress itself. Ranks wait for each other in collectives, so all of them look stuck when one is; the one
+that the others wait for has begun the fewest collectives, or does not answer at all. Before and after training, where
+progress is not reported, the watchdog only looks for ranks that do not answer.
 """
 
 import faulthandler
@@ -24,22 +24,22 @@ from recsys.errors import LostPeerError, StuckError, end_run
 from recsys.runtime.world import DEFAULT_TIMEOUT_S, FAILURE_KEY, World, announce, open_world
 
 _KEY = "watchdog"
-_FAILURE_GRACE_S = 10.0  # within which a rank notices by itself that another has failed
-_LEAD_S = 120.0  # a stuck rank is named before collectives time out
-_LAST_RESORT_S = 20.0  # for an orderly end, before the process ends without one
+_FAILURE_GRACE_S = 10.0  # within this time, a rank notices by itself that another has failed
+_LEAD_S = 120.0  # between naming a stuck rank and the timeout of collectives
+_LAST_RESORT_S = 20.0  # time for an orderly end, before the process is ended without one
 
 
 def open_run_world(run: RunConfig) -> AbstractContextManager[World]:
     """Open the world as section `run` of a config says; see `open_world`.
 
-    Collectives wait for a rank longer than it may make no progress, so that a stuck one is named.
+    Collectives wait longer than a rank may go without progress, so that a stuck rank is named before they time out.
     """
     return open_world(run.device, run.num_threads, max(DEFAULT_TIMEOUT_S, run.stuck_after_s + _LEAD_S))
 
 
 @dataclass
 class Beat:
-    """Heartbeat of a rank: its place in the code, for how many seconds, and how many collectives it has begun.
+    """Heartbeat of a rank: its place in the code, for how many seconds it has been there, and its collectives so far.
 
     `number` grows with each beat. A rank that is not watched has no `age_s`.
     """
@@ -53,10 +53,10 @@ class Beat:
 
 
 class Watchdog:
-    """Watches this rank's main thread, between the first `enter` and `rest`, and always whether other ranks answer.
+    """Watches this rank's main thread between the first `enter` and `rest`, and always whether other ranks answer.
 
     Args:
-        stuck_after_s: seconds without progress after which a rank is stuck; infinite: nothing is watched.
+        stuck_after_s: seconds without progress after which a rank counts as stuck; infinite: nothing is watched.
         log: file of this rank's log, to which the Python stacks of all threads are appended.
     """
 
@@ -67,14 +67,14 @@ class Watchdog:
         self._watched = False
         self._number = 0
         self._seen: dict[int, tuple[int, float]] = {}
-        self._looked_at = time.monotonic()  # at the beats of others, while this rank is not watched
-        self._asked_at: float | None = None  # when the store was asked for what it has not answered yet
+        self._looked_at = time.monotonic()  # last look at the beats of others, while this rank is not watched
+        self._asked_at: float | None = None  # time of a request that the store has not answered yet
         self._broken = ""
         self._ended = threading.Event()
         self._main = threading.get_ident()
         self._interval_s = min(1.0, stuck_after_s / 10)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        # A store whose process is stopped, or its machine gone, holds the thread that has asked it for ever.
+        # If the process of the store is stopped or its machine gone, the thread that has asked it waits for ever.
         self._store_thread = threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True)
         self._stacks: IO[str] | None = None
 
@@ -83,7 +83,7 @@ class Watchdog:
             self._stacks = self._log.open("a")
             self._store.set_timeout(timedelta(seconds=max(1.0, self._limit_s / 4)))
             self._tell()
-            self._world.barrier()  # so that every rank has told once
+            self._world.barrier()  # so that every rank has reported once
             self._thread.start()
             self._store_thread.start()
         return self
@@ -101,7 +101,7 @@ class Watchdog:
             self._stacks.close()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Record progress: the main thread now does `phase`, of step `step` or of the last one given."""
+        """Record progress: the main thread now does `phase` of step `step`, by default the last step given."""
         self._step = self._step if step is None else step
         self._phase, self._mark, self._watched = phase, time.monotonic(), True
 
@@ -117,7 +117,7 @@ class Watchdog:
                 self._tell()
                 error = self._judge(time.monotonic())
                 self._asked_at, self._broken = None, ""
-            except RuntimeError as broken:  # what stores raise
+            except RuntimeError as broken:  # raised by stores
                 self._broken = f" ({' '.join(str(broken).split())[:120]})"
                 continue
             if error is not None and not self._ended.is_set():
@@ -126,7 +126,7 @@ class Watchdog:
     def _wait(self) -> bool:
         """Wait for the next look; return whether the run has ended meanwhile.
 
-        Where the whole process stood still meanwhile (Ctrl-Z, a job that was suspended), all times begin again.
+        If the whole process stood still meanwhile (Ctrl-Z, a suspended job), all times start again.
         """
         due = time.monotonic() + self._interval_s
         ended, now = self._ended.wait(self._interval_s), time.monotonic()
@@ -142,8 +142,8 @@ class Watchdog:
                 self._end(error)
 
     def _rearm(self) -> None:
-        # This thread needs the interpreter's lock. Where other code keeps it, faulthandler still dumps, and ends a rank
-        # that others wait for. One process may as well have been stopped by Ctrl-Z, which faulthandler cannot tell.
+        # This thread needs the interpreter's lock. If other code keeps it, faulthandler still dumps, and ends a rank
+        # that others wait for. A single process is not ended: faulthandler cannot know if it was stopped by Ctrl-Z.
         if self._watched:
             wait = self._limit_s + self._interval_s + _FAILURE_GRACE_S
             ends = self._world.world_size > 1
@@ -165,7 +165,7 @@ class Watchdog:
         return f"{self._phase} of step {self._step}" if self._phase else "start"
 
     def _judge(self, now: float) -> Exception | None:
-        """Return the error that ends this rank, if it is time for one."""
+        """Return the error with which this rank must end, if there is one."""
         age, limit = self._age_s(), self._limit_s
         if age is not None and age > _FAILURE_GRACE_S and (failure := self._store.get(FAILURE_KEY).decode()):
             return LostPeerError(f"another rank ended: {failure}")
@@ -183,7 +183,7 @@ class Watchdog:
         return self._slowest(beats, age)
 
     def _judge_answers(self, now: float) -> Exception | None:
-        """Return the error for ranks that do not answer, while this one is not watched; it looks ten times a limit."""
+        """Return the error for ranks that do not answer, while this one is not watched; look ten times per limit."""
         if now - self._looked_at < self._limit_s / 10:
             return None
         self._looked_at, beats = now, self._beats()
@@ -195,7 +195,7 @@ class Watchdog:
         return [Beat(**json.loads(value)) for value in self._store.multi_get(keys)]
 
     def _silent(self, beats: list[Beat], now: float, limit_s: float) -> dict[int, float]:
-        """Return the ranks that have told nothing new for so long, and for how many seconds."""
+        """Return the ranks without a new beat for at least `limit_s`, and for how many seconds they had none."""
         silent = {}
         for rank, beat in enumerate(beats):
             number, since = self._seen.get(rank, (0, now))
@@ -224,7 +224,7 @@ class Watchdog:
                 f"stack is in '{self._log}'"
             )
         beat = beats[rank]
-        # It has come so far after this one and may still go on, or else it ends by itself, and says more.
+        # It came to this place later than this rank and may still go on; or it ends by itself, with a better message.
         if beat.age_s is None or beat.age_s < self._limit_s + 3 * self._interval_s:
             return None
         return LostPeerError(
@@ -243,7 +243,7 @@ class Watchdog:
         return ""
 
     def _judge_store(self, now: float) -> Exception | None:
-        """Return the error that ends this rank when the store has been away for long, and there is no progress."""
+        """Return the error with which this rank must end if the store does not answer and there is no progress."""
         age, asked_at = self._age_s(), self._asked_at
         least = self._limit_s if age is None else self._limit_s / 2
         if asked_at is None or now - asked_at < least or (age is not None and age < self._limit_s):

@@ -1,4 +1,4 @@
-"""World: rank, device and collectives of this process."""
+"""World: the rank, device and collectives of this process."""
 
 import contextlib
 import gc
@@ -33,7 +33,7 @@ _NOT_CONNECTED = (
     "which a firewall may close, and by one network, which GLOO_SOCKET_IFNAME names where there are several"
 )
 
-# Messages of gloo, NCCL and the store when the other side is gone; all other errors keep their traceback.
+# Messages of gloo, NCCL and the store if the other side is gone; all other errors keep their traceback.
 _LOST_PEER = re.compile(
     "Connection (closed|reset) by peer|Connection was likely closed|Socket closed|Broken pipe|remote process exited|"
     "Timed out waiting|wait timeout after|client socket has timed out|connectFullMesh failed"
@@ -45,11 +45,11 @@ class World:
     """This process among the others of a run.
 
     Attributes:
-        rank, world_size: of all processes; local_world_size: how many of them are on this machine.
+        rank, world_size: among all processes. local_world_size: how many of them are on this machine.
         device: where this rank computes.
         host_group: gloo group over all ranks, for objects and tensors in host memory.
-        store: keys and values that all ranks see, for this start of the ranks; a thread takes a `clone()`.
-        launch_store: the same, but torchrun keeps it when it starts the ranks again.
+        store: keys and values that all ranks see, for this start of the ranks; other threads need a `clone()`.
+        launch_store: the same, but torchrun keeps it when it restarts the ranks.
         timeout: how long a collective waits for the other ranks.
     """
 
@@ -70,7 +70,7 @@ class World:
         return group
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's `value` (any picklable object), in order of rank, on every rank."""
+        """Return the `value` (any picklable object) of every rank, in order of rank, on every rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -78,7 +78,7 @@ class World:
         return values
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the elementwise sum over all ranks of a host tensor."""
+        """Return the elementwise sum of a host tensor over all ranks."""
         total = tensor.clone()
         dist.all_reduce(total, group=self.host_group)
         return total
@@ -96,7 +96,7 @@ class World:
         """Run `action` on every rank; if it fails anywhere, raise the first failure on every rank.
 
         Raises:
-            UserError: some rank raised one; the message is that of the lowest such rank.
+            UserError: some rank has raised one; the message is that of the lowest such rank.
         """
         result, error = _attempt(action)
         for rank, other in enumerate(self.gather(error)):
@@ -117,7 +117,7 @@ class World:
         return result
 
     def _echoed(self, rank: int, error: Exception) -> Exception:
-        """Return the error of a rank as this one raises it: a UserError of another rank becomes an echo."""
+        """Return the error of a rank as this rank must raise it: a UserError of another rank becomes an EchoError."""
         return EchoError(*error.args) if rank != self.rank and type(error) is UserError else error
 
     def barrier(self) -> None:
@@ -131,9 +131,9 @@ class World:
         return sum(group._get_sequence_number_for_group() for group in groups.values())  # type: ignore[attr-defined]
 
     def explain(self, error: Exception) -> Exception:
-        """Publish this rank's error; if it follows from another rank's, return an error that quotes that one.
+        """Publish this rank's error; if it follows from the error of another rank, return one that quotes that.
 
-        torchrun's summary shows only the ranks of its own machine, which the cause may not be among.
+        torchrun's summary shows only ranks of its own machine, and the cause may be on another.
         """
         if isinstance(error, EchoError):
             return error
@@ -152,7 +152,7 @@ class World:
         return LostPeerError(f"another rank ended: {cause}") if cause else lost
 
     def _wait_for_echoes(self) -> None:
-        """Wait for ranks that have found the same mistake to read it, before the store ends with the first rank."""
+        """On rank 0, whose end ends the store, wait until ranks with the same mistake have read this one's."""
         deadline = time.monotonic() + _ECHO_WAIT_S
         num_ranks = self.store.add("mistakes", 1)
         while self.rank == 0 and num_ranks < self.world_size and time.monotonic() < deadline:
@@ -195,19 +195,19 @@ def open_world(
 ) -> Iterator[World]:
     """Join the process group that the launcher describes, or make one of a single process; leave it at the end.
 
-    What holds tensors or collectives (model, pipeline, optimizers) must be released inside the block: gloo and
+    Objects that hold tensors or collectives (model, pipeline, optimizers) must be released inside the block: gloo and
     NCCL threads that outlive the interpreter's objects abort the process after its last line.
 
     Args:
-        device: where to compute; of several GPUs the one of this rank's number on its machine, else the only one seen.
-        num_threads: OpenMP threads of this rank; default: as `computing_threads`.
+        device: where to compute. Of several GPUs, a rank uses that of its local rank; a single visible one is its own.
+        num_threads: OpenMP threads of this rank; default: see `computing_threads`.
         timeout_s: how long a collective waits for the other ranks.
 
     Raises:
-        UserError: CUDA is asked for and not there, there are more ranks than GPUs, or as `local_ranks`.
+        UserError: CUDA is required but missing, or there are more ranks than GPUs; and the errors of `local_ranks`.
     """
     local_rank, local_world_size = local_ranks()
-    if is_launched():  # torchrec reads it by itself, and where it is not set takes a machine to have 8 ranks, or all
+    if is_launched():  # torchrec reads the variable; if it is not set, it assumes 8 ranks on a machine, or all
         os.environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
     torch_device = _choose_device(device, local_rank, local_world_size)
     torch.set_num_threads(computing_threads(num_threads, torch_device, local_world_size))
@@ -222,8 +222,8 @@ def open_world(
         _check_own_gpu(world)
     try:
         yield world
-        # Only in success: after an error other ranks may be gone, and the barrier would wait for them. Rank 0 may fail
-        # after the others' last step, as in writing the results.
+        # Only after success: after an error, other ranks may be gone, and the barrier would wait for them. It is needed
+        # because rank 0 may fail after the last step of the others, for example when it writes the results.
         gc.collect()
         world.barrier()
     except Exception as error:
@@ -238,8 +238,8 @@ def open_world(
 def rehearse_world(world_size: int, local_world_size: int, device: torch.device) -> Iterator[World]:
     """Fake rank 0 of any number of ranks in this process: collectives do nothing.
 
-    For tensors without memory and for what only rank 0 does. A process group that is open already is left as it is,
-    and must have as many ranks.
+    This is for tensors without memory and for work that only rank 0 does. A process group that is open already stays
+    open, and must have this number of ranks.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
 
@@ -262,7 +262,7 @@ def _choose_device(device: Device, local_rank: int, local_world_size: int) -> to
         return torch.device("cpu")
     if gpus == 0:
         raise UserError("config key 'run.device' is cuda, but torch finds no GPU here; use run.device=cpu")
-    # Launchers may show each process the one GPU that is its own, as `srun --gpus-per-task=1` does.
+    # Launchers may show each process only its own GPU, like `srun --gpus-per-task=1`.
     if max(local_world_size, local_rank + 1) > gpus > 1:
         raise UserError(_too_few_gpus(max(local_world_size, local_rank + 1), gpus))
     index = 0 if gpus == 1 else local_rank
@@ -272,7 +272,7 @@ def _choose_device(device: Device, local_rank: int, local_world_size: int) -> to
 
 
 def _check_own_gpu(world: World) -> None:
-    """Raise a UserError on every rank if ranks were shown one GPU each, and it is the same one."""
+    """Raise a UserError on every rank if each rank sees one GPU, and two of them see the same."""
     gpus = torch.cuda.device_count()
     name = platform.node(), str(torch.cuda.get_device_properties(world.device).uuid)
     names = [gpu for gpu in world.gather(name if world.local_world_size > gpus else None) if gpu is not None]
@@ -288,7 +288,7 @@ def _too_few_gpus(processes: int, gpus: int) -> str:
 
 
 def _init_process_group(device: torch.device, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
-    """Make the default group; return the stores of this start of the ranks and of the whole launch."""
+    """Make the default group; return the store of this start of the ranks and that of the whole launch."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     launch_store, rank, world_size = _rendezvous(timeout) if is_launched() else (dist.HashStore(), 0, 1)
     store = launch_store
@@ -298,13 +298,13 @@ def _init_process_group(device: torch.device, timeout: timedelta) -> tuple[dist.
         store.compare_set(FAILURE_KEY, "", "")
         with told_if_slow(lambda: _NOT_CONNECTED.format(rank)):
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except RuntimeError as error:  # as where a rank has ended between the store and the connections
+    except RuntimeError as error:  # for example, a rank has ended after joining the store and before connecting
         raise as_lost_peer(error) or error from None
     return store, launch_store
 
 
 def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return the store by which ranks find each other, this rank, and how many there are."""
+    """Return the store through which ranks find each other, this rank, and the number of ranks."""
     try:
         return next(iter(dist.rendezvous("env://", timeout=timeout)))
     except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -320,7 +320,7 @@ def as_lost_peer(error: Exception) -> LostPeerError | None:
     """Return a LostPeerError for the error of a broken collective; None for any other error."""
     text = str(error)
     if isinstance(error, RuntimeError) and _LOST_PEER.search(text):
-        # Without the place in gloo's or NCCL's source that stands before it, and the advice after it.
+        # Drop the place in the source of gloo or NCCL before the message, and the advice after it.
         first = re.sub(r"^(Gloo .* with )?\[\S*\]\s*", "", " ".join(text.split())).split(". ")[0][:120]
         slow = "; run.stuck_after_s sets how long ranks wait for one that works alone" if "Timed out" in first else ""
         return LostPeerError(f"another rank ended or did not answer, see its own error ({first}){slow}")
