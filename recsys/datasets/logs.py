@@ -29,6 +29,7 @@ _TIMES = (
 )
 LARGE = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}  # of more bytes in one array than these:
 _TEXT_BYTES = 2**31
+_SMALL_VALUES, _SMALL_BYTES = 1 << 18, 1 << 21  # of a row group
 _ID_KINDS = (pa.types.is_integer, is_text, pa.types.is_decimal, pa.types.is_floating)
 _TIME_KINDS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_temporal, pa.types.is_string)
 
@@ -45,16 +46,28 @@ class LogFiles:
             self._files = find_files(flag, list(map(str, paths)))
         keys = {key for name in self._files.names for key in partition_keys(name)}
         self._key_kinds = {key: self._files.partition_type(key) for key in keys}
+        self._num_row_groups: dict[int, int] = {}  # by file, of those that were opened
+
+    def __len__(self) -> int:
+        return len(self._files.names)
 
     def __iter__(self) -> Iterator[LogFile]:
-        return map(self.open, range(len(self._files.names)))
+        return map(self.open, range(len(self)))
 
     def open(self, number: int) -> LogFile:
         """Open a file and read its footer. Raises UserError if it is no Parquet file."""
         name = self._files.names[number]
         with _told(name):
             footer = metadata_of(self._files.storage, name, int(self._files.sizes[number]))
+        self._num_row_groups[number] = footer.num_row_groups
         return LogFile(name, self._files.storage, footer, self._key_kinds)
+
+    def row_groups(self) -> list[tuple[int, int]]:
+        """Return of all row groups the number of the file, and theirs in it; files not yet opened are."""
+        for number in range(len(self)):
+            if number not in self._num_row_groups:
+                self.open(number)
+        return [(number, i) for number, count in sorted(self._num_row_groups.items()) for i in range(count)]
 
 
 class LogFile:
@@ -63,7 +76,7 @@ class LogFile:
     Attributes:
         name: its path.
         columns: all that it has, without fields; those of the path come last.
-        leaves: the same, but with fields instead of structs.
+        leaves: the same, but with fields instead of structs. names: of all these, structs and fields inside them.
         num_row_groups: number of its row groups.
     """
 
@@ -73,6 +86,7 @@ class LogFile:
         self._stored = places(self._arrow, footer.schema)
         self.columns = list(dict.fromkeys([*self._arrow.names, *self._keys]))
         self.leaves = list(dict.fromkeys([*names_in(self._arrow), *self._keys]))
+        self.names = self._stored.keys() | self._keys.keys()
         self.num_row_groups = footer.num_row_groups
 
     @cached_property
@@ -81,7 +95,7 @@ class LogFile:
 
     def has(self, column: str) -> bool:
         """Return whether the file has a column, a field of a struct or a key in its path with this name."""
-        return column in self._stored or column in self._keys
+        return column in self.names
 
     def dtype(self, column: str) -> pa.DataType:
         """Return the type of a column of the file."""
@@ -90,6 +104,11 @@ class LogFile:
     def num_rows(self, row_group: int) -> int:
         """Return the number of rows of a row group."""
         return int(self._footer.row_group(row_group).num_rows)
+
+    def is_small(self, row_group: int) -> bool:
+        """Return whether all columns of a row group may well be read at once, which takes less time than one by one."""
+        part = self._footer.row_group(row_group)
+        return int(part.num_rows) * len(self.leaves) < _SMALL_VALUES and int(part.total_byte_size) < _SMALL_BYTES
 
     def read(self, names: Sequence[str], row_groups: Sequence[int] | None = None) -> pa.Table:
         """Return columns of some row groups, or of all. Raises UserError for one that is missing or occurs twice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import cached_property, reduce
@@ -19,7 +20,8 @@ from recsys.ids import IdKeys, IdStatistics, is_text, read_keys
 from recsys.runtime.live import Task
 
 _MOST_COUNTED = 1 << 16  # distinct values; if there are more, a sample is kept
-_TIMES_OF_A_ROW_GROUP = _TEXTS_OF_A_ROW_GROUP = 1000
+_MOST_TIMES = 1 << 18  # kept of a column; if there are more, every second one, then every fourth and so on
+_TEXTS_OF_A_ROW_GROUP = 1000
 NAMED_AS_TIME = re.compile(r"(?i)(^|_)ts$|day$|hour|month|year|time|date")
 _DIVIDED = r"^[^|;]+([|;][^|;]+)+$"  # a list in a text
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
@@ -61,6 +63,7 @@ class Column:
         self.lengths = np.zeros(1, np.int64)
         self._times: list[pa.Array] = []
         self._num_texts = self._num_divided = 0
+        self._num_times, self._every = 0, 1
 
     def add(self, rows: pa.Array) -> None:
         """Add rows of a file, of a type that `dtype` holds."""
@@ -103,8 +106,15 @@ class Column:
             self._num_texts += len(texts)
             self._num_divided += pc.sum(pc.match_substring_regex(texts, _DIVIDED)).as_py()
         if self.is_time:
-            step = -(-len(values) // _TIMES_OF_A_ROW_GROUP)
-            self._times.append(values.take(pa.array(np.arange(0, len(values), step))))
+            self._keep_times(values)
+
+    def _keep_times(self, values: pa.Array) -> None:
+        """Keep every so many-th of all values that are times, so that each row group has its share."""
+        self._times.append(values.take(pa.array(np.arange(-self._num_times % self._every, len(values), self._every))))
+        self._num_times += len(values)
+        if self._num_times > self._every * _MOST_TIMES:
+            times = pa.concat_arrays(self._times)
+            self._times, self._every = [times.take(pa.array(np.arange(0, len(times), 2)))], 2 * self._every
 
     @property
     def is_time(self) -> bool:
@@ -143,27 +153,38 @@ class Column:
 
 
 def survey(files: LogFiles) -> dict[str, Column]:
-    """Read a log, one column of a row group at a time; return its columns by name, with fields instead of structs.
+    """Read a log, one column of a row group at a time, or a small row group at once; return its columns by name, with
+    fields instead of structs.
 
     A column that a file lacks is null in its rows. Raises UserError if a file cannot be read.
     """
-    dtypes: dict[str, dict[pa.DataType, None]] = {}
-    num_groups = 0
+    dtypes, leaves = defaultdict[str, Counter[pa.DataType]](Counter), dict[str, None]()
     for file in files:
-        num_groups += file.num_row_groups
-        for name in file.leaves:
-            dtypes.setdefault(name, {})[file.dtype(name)] = None
-    columns = {name: _column(name, list(of)) for name, of in dtypes.items()}
-    with Task("reading the log", num_groups, "row groups") as task:
+        leaves |= dict.fromkeys(file.leaves)
+        for name in file.names:
+            dtypes[name][file.dtype(name)] += 1
+    columns = {name: _column(name, list(dtypes[name])) for name in leaves}
+    for name, column in columns.items():
+        column.is_in_all = dtypes[name].total() == len(files)
+    readable = [column for column in columns.values() if column.problem is None]
+    with Task("reading the log", len(files.row_groups()), "row groups") as task:
         for file in files:
-            for column in columns.values():
-                column.is_in_all = column.is_in_all and file.has(column.name)
             for group in range(file.num_row_groups):
-                for column in columns.values():
-                    if column.problem is None:
-                        column.add(_rows(file, group, column.name))
+                _add(readable, file, group)
                 task.done += 1
     return columns
+
+
+def _add(columns: Sequence[Column], file: LogFile, group: int) -> None:
+    """Add the rows of a row group to columns."""
+    names = [column.name for column in columns if file.has(column.name)]
+    rows = file.read(names, [group]) if file.is_small(group) else None
+    for column in columns:
+        if not file.has(column.name):
+            column.add(pa.nulls(file.num_rows(group)))
+        else:
+            part = file.read([column.name], [group]) if rows is None else rows
+            column.add(part[column.name].combine_chunks())
 
 
 def _column(name: str, dtypes: Sequence[pa.DataType]) -> Column:
@@ -171,9 +192,3 @@ def _column(name: str, dtypes: Sequence[pa.DataType]) -> Column:
         return Column(name, reduce(unified, dtypes))
     except pa.ArrowException:
         return Column(name, dtypes[0], f"it is {' and '.join(map(str, dtypes))}, by file")
-
-
-def _rows(file: LogFile, group: int, column: str) -> pa.Array:
-    if not file.has(column):
-        return pa.nulls(file.num_rows(group))
-    return file.read([column], [group])[column].combine_chunks()

@@ -173,7 +173,7 @@ def test_folders_that_prepare_writes_are_taken_as_they_are(tmp_path: Path) -> No
     assert (model["user_features"], model["item_features"]) == (["user", "history"], ["item", "kind"])
     assert found["features"]["history"]["table"] == "item"
     assert found["tables"]["user"]["mapping"] == "vocabulary"
-    with pytest.raises(UserError, match=r"my\.yaml' is there already"):
+    with pytest.raises(UserError, match=r"my\.yaml' already exists"):
         inspect(tmp_path, str(tmp_path / "shop"))
 
 
@@ -187,6 +187,24 @@ def test_files_without_a_column_and_of_other_types(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1, 2, 2], "the label": [0, 1, 0]}), tmp_path / "2.parquet")
     data = inspect(tmp_path, str(tmp_path), "--label", "the label")["data"]
     assert data["optional_columns"] == ["b", "the label"]  # not c, which is left out
+
+
+def test_a_column_that_is_a_struct_in_other_files_is_told(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"a": [{"b": 1}]}), tmp_path / "2.parquet")
+    columns = survey(LogFiles("DATA", [tmp_path]))
+    assert columns["a"].problem == "it is int64 and struct<b: int64>, by file"
+    assert (columns["a.b"].greatest, columns["a.b"].num_nulls, columns["a.b"].is_in_all) == (1, 2, False)
+
+
+def test_the_last_tenth_is_of_rows_whatever_row_groups_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recsys.datasets.survey._MOST_TIMES", 1 << 10)
+    times = pa.array(range(30_000), pa.timestamp("us"))
+    pq.write_table(pa.table({"ts": times[:20_000]}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"ts": times[20_000:]}), tmp_path / "2.parquet", row_group_size=50)
+    column = survey(LogFiles("DATA", [tmp_path]))["ts"]
+    assert abs((column.time_after(0.9) - datetime(1970, 1, 1)) / timedelta(microseconds=1) - 27_000) < 100
+    assert sum(map(len, column._times)) <= 2 << 10
 
 
 def test_a_log_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
