@@ -36,6 +36,7 @@ from recsys.datasets.writer import (
     option,
     replacing,
     rows_where,
+    telling_odd,
 )
 from recsys.errors import UserError
 from recsys.ids import hash_column, hash_uniform, is_text, raw_times
@@ -141,7 +142,7 @@ def _write(reader: _Reader, cut: _Splitter, folder: Path, options: CsvOptions) -
         for writer in writers.values():
             stack.enter_context(writer)
         first_row = 0
-        for batch in reader.batches():
+        for batch in telling_odd(reader.batches()):
             splits = cut(batch, first_row)
             for index, writer in enumerate(writers.values()):
                 writer.write(batch if len(writers) == 1 else batch.filter(pa.array(splits == index)))

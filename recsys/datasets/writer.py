@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recsys.data.conditions import KEY
@@ -160,6 +163,20 @@ def _type_name(dtype: pa.DataType) -> str:
     if pa.types.is_list(dtype):
         return f"list<{_type_name(dtype.value_type)}>"
     return {"float": "float32", "double": "float64"}.get(str(dtype), str(dtype))
+
+
+def telling_odd(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield rows, and then print how many numbers of each column are NaN or infinite, if any are."""
+    counts = Counter[str]()
+    for batch in batches:
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            values = column.flatten() if pa.types.is_list(column.type) else column
+            if pa.types.is_floating(values.type):
+                counts[name] += pc.sum(pc.invert(pc.is_finite(values))).as_py() or 0
+        yield batch
+    if odd := ", ".join(f"{count:,} in {name!r}" for name, count in counts.items() if count):
+        advice = "--null-values nan,inf, spelled as in the files, makes nulls of them"
+        print(f"note: numbers are NaN or infinite, which training refuses: {odd}; {advice}", file=sys.stderr)
 
 
 def check_column(name: str, names: list[str]) -> None:

@@ -214,6 +214,18 @@ def test_a_csv_that_cannot_be_read_is_named(content: bytes, said: str, tmp_path:
         convert_csv([tmp_path / "a.csv", tmp_path / "other.csv"], tmp_path / "out", CsvOptions())
 
 
+def test_numbers_of_a_csv_that_training_refuses_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("a,b,c,d\n1.5,2.5,1 nan,nan\nNaN,,inf,x\n-Inf,3.5,2,y\n")
+    convert_csv([path], tmp_path / "out", options := CsvOptions(lists={"c": (" ", "float32")}))
+    assert (
+        "note: numbers are NaN or infinite, which training refuses: 2 in 'a', 2 in 'c'; --null"
+        in capsys.readouterr().err
+    )
+    convert_csv([path], tmp_path / "nulls", replace(options, null_values=["NaN", "-Inf", "inf"], lists={}))
+    assert not capsys.readouterr().err
+
+
 def test_a_csv_file_of_a_header_alone_tells_no_types(tmp_path: Path) -> None:
     """Spark's first file may be one."""
     for name, rows in (("a", ""), ("b", "2.5,7\n"), ("c", "3.5,8\n")):

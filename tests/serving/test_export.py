@@ -376,7 +376,7 @@ def test_who_is_to_blame_is_named(ranker: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes(ranker: Path, tmp_path: Path) -> None:
-    assert "is there already" in run_recsys("export", ranker / "run", ranker / "out", status=1)
+    assert "already exists" in run_recsys("export", ranker / "run", ranker / "out", status=1)
     assert "has no vectors of items" in score(
         ranker / "out", "recommend", ROOT / "data/sample/test", tmp_path / "s", status=1
     )
