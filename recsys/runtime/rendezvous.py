@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from recsys.errors import LostPeerError
+from recsys.errors import LostPeerError, end_run
 from recsys.runtime.launch import local_ranks
 from recsys.runtime.logs import logger
 
@@ -17,20 +17,27 @@ _TELL_AFTER_S = 30.0  # what is waited for, which may be for ten minutes more
 
 
 @contextmanager
-def told_if_slow(text: Callable[[], str]) -> Iterator[None]:
-    """Log what the block waits for, once a machine, where that takes half a minute or more."""
+def told_if_slow(text: Callable[[], str], limit_s: float | None = None) -> Iterator[None]:
+    """Log what the block waits for, once a machine, where that takes half a minute or more.
 
-    def tell() -> None:
+    Args:
+        limit_s: ends this rank after so long, where the block does not end by itself.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        if ended.wait(_TELL_AFTER_S):
+            return
         if local_ranks()[0] == 0:
             logger.warning("%s", text())
+        if limit_s is not None and not ended.wait(limit_s - _TELL_AFTER_S):
+            end_run(LostPeerError(f"{text()}; not all came in {limit_s:g} s"))
 
-    timer = threading.Timer(_TELL_AFTER_S, tell)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=watch, name="slow start", daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        ended.set()
 
 
 def agree_on_prefix(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:

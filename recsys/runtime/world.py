@@ -28,6 +28,7 @@ DEFAULT_TIMEOUT_S = 600.0
 FAILURE_KEY = "failure"
 _FAILURE_WAIT_S = 2.0
 _ECHO_WAIT_S = 1.0
+_CONNECT_S = 300.0
 _NOT_CONNECTED = (
     "rank {} has found the others and waits for connections to them: machines must reach each other at every port, "
     "which a firewall may close, and by one network, which GLOO_SOCKET_IFNAME names where there are several"
@@ -213,7 +214,7 @@ def open_world(
     torch.set_num_threads(computing_threads(num_threads, torch_device, local_world_size))
     timeout = timedelta(seconds=timeout_s)
     store, launch_store = _init_process_group(torch_device, timeout)
-    host_group = dist.group.WORLD if torch_device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
+    host_group = dist.group.WORLD if torch_device.type == "cpu" else _host_group(timeout)
     assert host_group is not None
     sizes = dist.get_rank(), dist.get_world_size(), local_world_size
     world = World(*sizes, torch_device, host_group, store, launch_store, timeout)
@@ -296,11 +297,21 @@ def _init_process_group(device: torch.device, timeout: timedelta) -> tuple[dist.
         if "TORCHELASTIC_RUN_ID" in os.environ:
             store = dist.PrefixStore(agree_on_prefix(launch_store, rank, world_size, timeout), launch_store)
         store.compare_set(FAILURE_KEY, "", "")
-        with told_if_slow(lambda: _NOT_CONNECTED.format(rank)):
+        with _connecting():
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except RuntimeError as error:  # for example, a rank has ended after joining the store and before connecting
         raise as_lost_peer(error) or error from None
     return store, launch_store
+
+
+def _host_group(timeout: timedelta) -> dist.ProcessGroup | None:
+    with _connecting():
+        return dist.new_group(backend="gloo", timeout=timeout)
+
+
+def _connecting() -> contextlib.AbstractContextManager[None]:
+    """Watch what connects ranks that have all started; gloo tries for five times as long as its timeout."""
+    return told_if_slow(lambda: _NOT_CONNECTED.format(os.environ.get("RANK", "0")), _CONNECT_S)
 
 
 def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:

@@ -196,3 +196,14 @@ def test_ranks_that_wait_for_others_to_start_say_so(
             agree_on_prefix(store, rank, 4, timedelta(seconds=1))
         assert f"rank {rank} {said}" in caplog.text and len(caplog.records) == 1
         caplog.clear()
+
+
+def test_a_rank_that_is_not_connected_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Exception] = []
+    monkeypatch.setattr(rendezvous, "end_run", errors.append)
+    monkeypatch.setattr(rendezvous, "_TELL_AFTER_S", 0.1)
+    for takes_s in (0.0, 0.2, 1.5):
+        with rendezvous.told_if_slow(lambda: "rank 1 waits", 1.0):
+            time.sleep(takes_s)
+    time.sleep(1.0)
+    assert [str(error) for error in errors] == ["rank 1 waits; not all came in 1 s"]
