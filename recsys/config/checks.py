@@ -146,7 +146,7 @@ def _check_tables(config: Config) -> None:
         if name not in used:
             raise UserError(
                 f"config key '{key}': no feature uses this table{nearest(name, used)}"
-                " (name it in a feature's table, or remove it)"
+                f" (name it in a feature's table, or remove it: {key}=null)"
             )
         if not 4 <= table.embedding_dim <= _WIDEST_ROW or table.embedding_dim % 4:
             raise UserError(
