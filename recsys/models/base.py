@@ -95,7 +95,12 @@ class Model(InParts, nn.Module):
     def __init__(self, inputs: DenseInputs) -> None:
         super().__init__()
         self.labels, self.distill = inputs.labels, inputs.distill
-        if self.distill is not None and type(self).losses is not Model.losses:
+        self.check_teacher(inputs.distill)
+
+    @classmethod
+    def check_teacher(cls, distill: DistillConfig | None) -> None:
+        """Raise a UserError if there is a teacher whose scores the class's own loss would not read."""
+        if distill is not None and cls.losses is not Model.losses:
             raise UserError("config key 'train.distill': the model has its own loss, which reads no teacher; remove it")
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:

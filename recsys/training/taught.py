@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from recsys.config import Config
-from recsys.config.model import MODELS
+from recsys.config.model import MODELS, find_model
 from recsys.data.filters import parse_filter
 from recsys.data.wanted import needed_columns, row_filter
 from recsys.errors import UserError
@@ -28,11 +28,12 @@ def with_scores(config: Config, world: World) -> Config:
     writing them, this one waits.
 
     Raises:
-        UserError: data.train is a list, or the teacher cannot score it.
+        UserError: data.train is a list, the teacher cannot score it, or the model has no place for its scores.
     """
     distill = config.train.distill
     if distill is None or distill.teacher is None:
         return config
+    find_model(config.model.name).check_teacher(distill)  # scoring may take hours
     teacher, scores = distill.teacher, distill.scores or str(Path(distill.teacher) / "scores")
     world.from_rank_zero(lambda: _score(config, teacher, scores))
     train = replace(config.train, distill=replace(distill, teacher=None, scores=None))

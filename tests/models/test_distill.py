@@ -196,9 +196,12 @@ def test_runs_that_begin_at_once_wait_for_the_scores_of_the_first(
     assert len(done) == 4 and {str(config.data.train) for config in configs} == {str(tmp_path)}
 
 
-def test_two_towers_have_no_teacher() -> None:
+def test_two_towers_have_no_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     from recsys.models.two_tower import TwoTower, TwoTowerConfig
 
     config = TwoTowerConfig(user_features=["user"], item_features=["item"], item_id="item")
     with pytest.raises(UserError, match="its own loss, which reads no teacher"):
         TwoTower(config, DenseInputs({"user": 4, "item": 4}, [], distill=DistillConfig()))
+    monkeypatch.setattr(taught, "run_command", lambda *_, **__: pytest.fail("scored in vain"))
+    with pytest.raises(UserError, match="a loss of its own, without a teacher"):
+        taught.with_scores(load_config("configs/two_tower_sample.yaml", ["train.distill.teacher=runs/t"]), ALONE)
