@@ -17,14 +17,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
-LAUNCHER_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name for a file of each rank
-_TOLD = "error: "  # before what is one sentence, and no traceback
+LAUNCHER_FILE = "TORCHELASTIC_ERROR_FILE"  # the variable in which torchrun names a file of each rank
+_TOLD = "error: "  # begins an error that is one sentence, not a traceback
 _ECHO_WAIT_S = 20
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
 _DENIED = {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENAMETOOLONG, errno.EMFILE}
-_NOT_STARTED = ("can't start new thread", "Resource temporarily unavailable")  # of Python and of C++
-# What torch, FBGEMM, NumPy, Arrow and the system say where there is no memory, or could be none of that size.
+_NOT_STARTED = ("can't start new thread", "Resource temporarily unavailable")  # messages of Python and of C++
+# Messages of torch, FBGEMM, NumPy, Arrow and the system if memory has run out, or no memory can be that large.
 _OUT_OF_MEMORY = re.compile(
     "out of memory|a(n't|nnot) allocate memory|not enough memory|Unable to allocate|ALLOC_FAILED|bad_alloc|MemoryError|"
     "size calculation overflowed|array is too big|into an index-sized integer|int too large to convert to C ssize_t"
@@ -35,22 +35,22 @@ class UserError(Exception):
     """A mistake that the user can mend. The message is one sentence: what was found, what is allowed, what to do.
 
     Args:
-        args: the sentence, then lines that go below it. Long values in them are cut when they are shown, and nothing
-            in them moves a terminal's cursor.
+        args: the sentence, then lines to show below it. When shown, long values are cut, and control characters are
+            escaped, so that they cannot move a terminal's cursor.
     """
 
     def __str__(self) -> str:
         return "\n  ".join(_plain(str(line)) for line in self.args)
 
     def within(self, what: str) -> "UserError":
-        """Return the mistake as that of a part: its sentence behind what has failed by it, and the lines below."""
+        """Return the error with its sentence prefixed by what has failed, and the same lines below."""
         first, *below = self.args
         return UserError(f"{what}: {first}", *below)
 
 
 @contextlib.contextmanager
 def in_words(words: Mapping[str, str]) -> Iterator[None]:
-    """Tell mistakes inside the block in other words: each key of `words` that they hold becomes its value."""
+    """Replace words in the UserErrors of a block: each key of `words` becomes its value."""
     try:
         yield
     except UserError as error:
@@ -60,15 +60,15 @@ def in_words(words: Mapping[str, str]) -> Iterator[None]:
 
 
 class UsageError(UserError):
-    """Words that are no command line of a command: it ends with status 2, as programs do by custom."""
+    """A command line that a command does not understand: it ends with status 2, as is the custom."""
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM, which a command takes as it takes Ctrl-C."""
+    """SIGTERM, which commands handle like Ctrl-C."""
 
 
 class EchoError(UserError):
-    """A mistake that another rank has found too, and reports."""
+    """A mistake that another rank has found too and reports, so that this rank need not."""
 
 
 class NoPlanError(UserError):
@@ -76,7 +76,7 @@ class NoPlanError(UserError):
 
 
 class LostPeerError(Exception):
-    """Another rank ended or does not answer; its own error is the cause."""
+    """Another rank has ended or does not answer; its own error is the cause."""
 
 
 class StuckError(Exception):
@@ -84,14 +84,14 @@ class StuckError(Exception):
 
 
 def disk_problem(error: Exception) -> Exception:
-    """Return an error of files, such as a full disk, as a UserError, and any other as it is."""
+    """Return an error of files, such as a full disk, as a UserError, and any other error as it is."""
     if not isinstance(error, OSError) or error.errno not in _FULL | _GONE | _DENIED:
         return error
-    name = error.filename2 or error.filename  # of two the one that is written, as of a copy
+    name = error.filename2 or error.filename  # if there are two, as in copying, the second is written
     what = f"'{name}'" if name else "a file"
     if error.errno in _FULL:
         return UserError(f"{what} cannot be written ({why(error)}); make room there, and start again")
-    if error.errno in _GONE and "temporary directory" in str(error.strerror):  # of Python's `tempfile`
+    if error.errno in _GONE and "temporary directory" in str(error.strerror):  # raised by Python's `tempfile`
         told = f"no folder for temporary files can be written ({error.strerror})"
         return UserError(f"{told}; make room in one of these, or name another by the environment variable TMPDIR")
     if error.errno in _GONE:
@@ -100,12 +100,12 @@ def disk_problem(error: Exception) -> Exception:
 
 
 def system_problem(error: Exception) -> Exception:
-    """Return an error of files, or of a limit of threads and processes, as a UserError, and any other as it is."""
+    """Return an error of files, or of a limit on threads and processes, as a UserError, others as they are."""
     return disk_problem(_limit_problem(error))
 
 
 def _limit_problem(error: Exception) -> Exception:
-    """Return an error of a thread or process that the system does not start as a UserError, and any other as it is."""
+    """Return an error of starting a thread or process as a UserError, and any other error as it is."""
     if not isinstance(error, BlockingIOError) and str(error) not in _NOT_STARTED:
         return error
     return UserError(
@@ -115,7 +115,7 @@ def _limit_problem(error: Exception) -> Exception:
 
 
 def why(error: OSError) -> str:
-    """Return the system's text of an error, in one line; of a link to nowhere, where it leads."""
+    """Return the system's text of an error, in one line; for a link to nowhere, where it leads."""
     if isinstance(error, FileExistsError) and error.filename and os.path.islink(error.filename):
         return f"'{error.filename}' is a link to '{os.readlink(error.filename)}', which is not there"
     return os.strerror(error.errno) if error.errno else " ".join(str(error).split())[:200]
@@ -127,7 +127,7 @@ def _plain(text: str) -> str:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error, or one that caused it, means that memory has run out, in any library's words."""
+    """Return whether an error, or its cause, means that memory has run out; messages of all libraries are known."""
     if error is None:
         return False
     told = not isinstance(error, UserError) and _OUT_OF_MEMORY.search(str(error)) is not None
@@ -135,35 +135,35 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def nearest(name: str, allowed: Iterable[str], prefix: str = "") -> str:
-    """Return `"; did you mean 'PREFIXx'?"` for the allowed name x most like `name`, or an empty string."""
+    """Return `"; did you mean 'PREFIXx'?"` for the allowed name x that is closest to `name`, or an empty string."""
     by_lower = {word.lower(): word for word in allowed}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.65)
     return f"; did you mean '{prefix}{by_lower[matches[0]]}'?" if matches else ""
 
 
 def write_launcher_error(message: str, delay_seconds: int) -> None:
-    """Write `message` to the file of torchrun for this rank's error, so that its summary shows it.
+    """Write `message` to torchrun's file for the error of this rank, so that torchrun's summary shows it.
 
-    The file's name is given by torchrun in TORCHELASTIC_ERROR_FILE; without torchrun nothing is written. The
-    format is that of torch.distributed.elastic.multiprocessing.errors.
+    TORCHELASTIC_ERROR_FILE names the file; without torchrun nothing is written. The format is that of
+    torch.distributed.elastic.multiprocessing.errors.
 
     Args:
         message: what the summary shows.
-        delay_seconds: added to the time of the error. torchrun takes the earliest error, in whole seconds, for
-            the root cause, so an error that only follows from another rank's is dated later.
+        delay_seconds: added to the time of the error. torchrun regards the earliest error, in whole seconds, as the
+            root cause, so an error that only follows from that of another rank gets a later time.
     """
     path = os.environ.get(LAUNCHER_FILE)
     if path:
         extra = {"timestamp": str(int(time.time()) + delay_seconds)}
-        # Aside, then renamed: torchrun may end this rank at any moment, and fails itself on half a file.
+        # Written aside, then renamed: torchrun may end this rank at any moment, and itself fails on half a file.
         with open(f"{path}.tmp", "w", encoding="utf-8") as file:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
         os.replace(f"{path}.tmp", path)
 
 
 def read_launcher_error(path: Path) -> UserError | None:
-    """Return the mistake of the user that a process wrote to the file of LAUNCHER_FILE; None: there is no such file, or
-    another error in it."""
+    """Return the UserError that a process wrote to the file of LAUNCHER_FILE; None if there is no such file, or it has
+    another error."""
     try:
         text = json.loads(path.read_text(encoding="utf-8"))["message"]["message"]
     except FileNotFoundError:
@@ -172,11 +172,11 @@ def read_launcher_error(path: Path) -> UserError | None:
 
 
 def told_error(output: str, status: int) -> UserError:
-    """Return what a process told last: the sentence of `end_run` with the lines below it, else the last line.
+    """Return the error that a process has printed: the sentence of `end_run` and the lines below it, or its last line.
 
     Args:
-        output: what it wrote to its standard error. status: its exit status, which is told where it wrote nothing, or
-            minus the number of the signal that ended it, whose name then comes first.
+        output: what it wrote to its standard error. status: its exit status, which is the message if it wrote nothing;
+            if a signal ended it, minus the number of the signal, whose name then comes first.
     """
     if status < 0:
         reason = ", as the system ends what takes more memory than there is" if -status == signal.SIGKILL else ""
@@ -190,16 +190,16 @@ def told_error(output: str, status: int) -> UserError:
 
 
 def output_is_cut() -> bool:
-    """Return whether nobody reads standard output any more, as after `| head -1`; it then goes nowhere from here on.
+    """Return whether nobody reads standard output any more, as after `| head -1`; then redirect it to nowhere.
 
-    By the system's word, since a pipe to a process that decodes breaks with the same error. SIGPIPE, which ends other
-    programs there, would end a run for such a pipe too.
+    The system is asked, because a broken pipe to a decoding process raises the same error. SIGPIPE, which ends other
+    programs in this case, would end a run for such a pipe too.
     """
     try:
         number, poll = sys.stdout.fileno(), select.poll()
         poll.register(number, 0)
         is_cut = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-    except (OSError, ValueError, AttributeError):  # no stream of the system's, or none
+    except (OSError, ValueError, AttributeError):  # standard output is not a file of the system, or is closed
         return False
     if is_cut:
         with open(os.devnull, "w") as nowhere:
@@ -208,28 +208,28 @@ def output_is_cut() -> bool:
 
 
 def flush_output() -> None:
-    """Write out what was printed, before Python does so at its end: there a pipe that nobody reads is told of."""
+    """Flush standard output before Python does so at its end, where it would report a pipe that nobody reads."""
     try:
         print(end="", flush=True)
     except BrokenPipeError:
         output_is_cut()
     except OSError:
-        pass  # of a full disk, say, which Python tells at its end
+        pass  # such as a full disk, which Python reports at its end
 
 
 def _wait_for_torchrun() -> None:
-    """Let torchrun, if there is one, end this process with status 0: its summary then has one failure alone."""
+    """Let torchrun, if there is one, end this process with status 0, so that its summary has only one failure."""
     if LAUNCHER_FILE in os.environ:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(_ECHO_WAIT_S)
 
 
 def end_run(error: Exception) -> NoReturn:
-    """Print why the run failed, tell the launcher, and end this process with status 1, or 2 of a `UsageError`.
+    """Print why the run failed, report it to the launcher, and end this process with status 1 (2 for a `UsageError`).
 
-    A mistake of the user, a stuck rank, or the end of another one, is one sentence; anything else comes with its
-    traceback. A mistake that another rank tells is told here only if torchrun does not end this one soon after. Of
-    output that nobody reads any more nothing is said; the status is what shells give to programs that it ends.
+    A mistake of the user, a stuck rank, or the end of another rank is one sentence; anything else has its traceback. If
+    another rank reports the mistake, this rank gives torchrun time to end it, and then only writes it to log and
+    launcher. If nobody reads the output any more, nothing is written, and the status is that of an end by SIGPIPE.
     """
     if isinstance(error, BrokenPipeError) and output_is_cut():
         _end_process(128 + signal.SIGPIPE)
@@ -247,22 +247,22 @@ def end_run(error: Exception) -> NoReturn:
     known = isinstance(error, UserError | LostPeerError | StuckError)
     text = f"{_TOLD}{error}" if known else "".join(traceback.format_exception(error)).rstrip()
     if not isinstance(error, EchoError):
-        with contextlib.suppress(OSError):  # in one piece, since all ranks write to the same place
+        with contextlib.suppress(OSError):  # printed in one piece, since all ranks write to the same place
             print(text + "\n", end="", file=sys.stderr)
     log = logging.getLogger("recsys")
-    if log.level:  # the run's log is open; before, a library's handler would print the text a second time
-        # In the file the whole story, also of a collective that broke.
+    if log.level:  # only if the run's log is open; else the handler of a library would print the text a second time
+        # The file gets the traceback too if a collective broke.
         log.error(text, exc_info=error if isinstance(error, LostPeerError) else None)
-    with contextlib.suppress(OSError):  # any of these may go to a disk that is full
+    with contextlib.suppress(OSError):  # the disk may be full
         write_launcher_error(text, delay_seconds=2 if isinstance(error, LostPeerError) else 0)
     _end_process(2 if isinstance(error, UsageError) else 1)
 
 
 def end_interrupted(error: KeyboardInterrupt, advice: str, is_teller: bool) -> NoReturn:
-    """Print in one line that a signal has ended the command, and end this process with the status that shells give it.
+    """Print in one line that a signal has ended the command, and end this process with the status of shells for that.
 
     Args:
-        advice: what may be done now, or empty. is_teller: of several ranks the one that prints.
+        advice: what the user may do now, or empty. is_teller: whether this rank prints the line.
     """
     number, text = (
         (signal.SIGTERM, "ended by SIGTERM") if isinstance(error, TerminatedError) else (signal.SIGINT, "interrupted")
@@ -282,5 +282,5 @@ def _end_process(status: int) -> NoReturn:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    # At once: with collectives broken, an orderly end of the process group can hang, or abort with another status.
+    # End at once: with broken collectives, an orderly end of the process group can hang, or abort with another status.
     os._exit(status)

@@ -1,1 +1,1 @@
-"""Pages on runs, made of the files that they leave: one run, or several side by side."""
+"""Pages on runs, made from the files in their directories: one run, or several side by side."""

@@ -1,6 +1,6 @@
 """Curves as inline SVG and bars as HTML, drawn here without a library and without JavaScript.
 
-Charts are as wide as a phone; pages put several beside each other, so that their letters keep their size.
+Charts are as wide as a phone; wider pages put several next to each other, so that letters keep their size.
 """
 
 import math
@@ -12,9 +12,9 @@ from recsys.report.text import number, size
 
 NUM_COLOURS = 8  # classes c0 … c7 of style.css
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 200, 46, 10, 10, 30
-_MOST_CHARACTERS = 7  # of a label in the left margin, as of 100,000
-_FEW = 15  # points: curves with no more get dots
-_MOST_POINTS = 240  # of a curve; in longer ones neighbours are averaged, within a band from least to most
+_MOST_CHARACTERS = 7  # of a label in the left margin, such as 100,000
+_FEW = 15  # curves with at most so many points get dots
+_MOST_POINTS = 240  # of a curve; longer curves are averages of neighbours, within a band from least to most
 Points = Sequence[tuple[float, float | None]]
 Bucket = tuple[float, float, float, float]  # x, mean, least, most
 
@@ -24,10 +24,10 @@ class Axis:
     """Title, axes and annotations of a chart.
 
     Attributes:
-        show: formats a value, on the axis too.
+        show: formats values, also those on the axis.
         base: 1024 for ticks that are round numbers of bytes.
         least: the axis begins here or below; None: near the smallest value.
-        bands: spans of x with a name, such as phases. level: a horizontal line to compare with, and its name.
+        bands: spans of x with names, such as phases. level: a horizontal line to compare with, and its name.
         marks: names of vertical lines, by x.
     """
 
@@ -43,7 +43,7 @@ class Axis:
 
 
 def line_chart(axis: Axis, series: Mapping[str, Points]) -> str:
-    """Return a figure with a curve for each series; None is a gap. Empty if no series has a value."""
+    """Return a figure with a curve for each series, in which None is a gap; empty if no series has a value."""
     curves = {name: _runs(points) for name, points in series.items()}
     everything = [bucket for runs in curves.values() for run in runs for bucket in run]
     if not everything:
@@ -82,7 +82,7 @@ def line_chart(axis: Axis, series: Mapping[str, Points]) -> str:
 
 
 def _figure(axis: Axis, curves: Mapping[str, list[list[Bucket]]], drawing: str) -> str:
-    """Return a drawing as a figure with a caption, a description in words, and a legend if it has several curves."""
+    """Return a drawing as a figure with caption, description in words, and a legend if it has several curves."""
     descriptions = []
     drawn = {name: (f"c{i % NUM_COLOURS}", runs) for i, (name, runs) in enumerate(curves.items()) if runs}
     for name, (_, runs) in drawn.items():
@@ -116,8 +116,8 @@ def stacked_bars(
     """Return a bar for each row, split by its parts; the parts with the largest totals have colours.
 
     Args:
-        rows: values of parts by name, by label of the row. show: formats a value.
-        plain: name of a part without a colour, which is drawn as an outline.
+        rows: label of the row → name of a part → its value. show: formats values.
+        plain: name of a part that is drawn as an outline, without a colour.
     """
     totals: dict[str, float] = {}
     for row in rows.values():
@@ -145,7 +145,7 @@ def stacked_bars(
 
 
 def _runs(points: Points) -> list[list[Bucket]]:
-    """Return the stretches of a curve between its gaps, thinned to as many points as can be seen."""
+    """Return the stretches of a curve between its gaps, reduced to as many points as can be seen."""
     runs: list[list[tuple[float, float]]] = [[]]
     for at, value in points:
         if value is not None and math.isfinite(value):
@@ -164,7 +164,7 @@ def _bucket(points: list[tuple[float, float]]) -> Bucket:
 def _curve(
     run: list[Bucket], style: str, name: str, axis: Axis, x: Callable[[float], float], y: Callable[[float], float]
 ) -> str:
-    """Draw a stretch of a curve, its band from least to most, and a tip at each point."""
+    """Draw a stretch of a curve, its band from least to most, and a tooltip at each point."""
     line = " ".join(f"{x(at)},{y(mean)}" for at, mean, _, _ in run)
     parts = [f"<polyline class='{style}' points='{line}'/>"]
     if any(least != most for _, _, least, most in run):
@@ -188,12 +188,12 @@ def _names(axis: Axis) -> list[str]:
 
 
 def _ticks(low: float, high: float, base: int = 1) -> list[float]:
-    """Return about five round numbers from at most `low` to at least `high`, round in units of `base` ** n.
+    """Return about five numbers from at most `low` to at least `high`, round in units of `base` ** n.
 
-    With a base there are no fractions of a byte. A curve that is 0 everywhere lies on the lower edge, since most
+    With a base there are no fractions of a byte. A curve that is 0 everywhere lies on the lower edge, because most
     figures cannot be negative.
     """
-    if high - low <= 1e-12 * max(abs(low), abs(high)):  # equal but for rounding, so that no ticks fit between
+    if high - low <= 1e-12 * max(abs(low), abs(high)):  # equal except for rounding, so that no ticks fit between
         gap = abs(high) * 0.1 or 1.0
         low, high = low - gap if low else low, high + gap
     unit = float(base ** int(math.log(max(abs(low), abs(high), 1), base))) if base > 1 else 1.0
@@ -206,13 +206,13 @@ def _ticks(low: float, high: float, base: int = 1) -> list[float]:
 
 
 def _digits(ticks: list[float]) -> int:
-    """Return the number of decimals with which neighbouring ticks differ."""
+    """Return the number of decimals that show the difference of neighbouring ticks."""
     step = ticks[1] - ticks[0]
     return next((digits for digits in range(9) if abs(round(step, digits) - step) < step * 1e-6), 9)
 
 
 def _labels(ticks: list[float]) -> list[str]:
-    """Return texts of ticks, with exponents where the left margin is too narrow for them, as of a huge loss."""
+    """Return texts of ticks, with exponents if the left margin is too narrow otherwise, as for a huge loss."""
     labels = [f"{tick:,.{_digits(ticks)}f}" for tick in ticks]
     short = [f"{tick:.3g}" for tick in ticks]
     return short if max(map(len, labels)) > _MOST_CHARACTERS and len(set(short)) == len(ticks) else labels

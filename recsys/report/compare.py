@@ -21,7 +21,7 @@ def compare(folders: Sequence[Path], out: Path | None = None) -> Path:
         out: default: compare.html in the working directory.
 
     Raises:
-        UserError: one of the folders holds no run, or the page cannot be written. OSError: a file cannot be read.
+        UserError: a folder does not hold a run, or the page cannot be written. OSError: a file cannot be read.
     """
     runs, page = [open_record(folder) for folder in folders], out or Path("compare.html")
     write_output(page, compare_page(runs))
@@ -30,7 +30,7 @@ def compare(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def differing_keys(runs: Sequence[Record]) -> list[list[str]]:
-    """Return the config keys that differ, each with its value in every run; a dash where a run has none."""
+    """Return the config keys that differ, each with its value in every run, or a dash if a run has none."""
     rows: dict[str, list[str]] = {}
     sections = [_sections(run) for run in runs]
     for key in sorted(set().union(*(run.config for run in runs)) - {*_PLACES}):
@@ -43,16 +43,16 @@ def differing_keys(runs: Sequence[Record]) -> list[list[str]]:
 
 
 def _sections(run: Record) -> set[str]:
-    """Return the sections of a config that hold keys, by dotted name."""
+    """Return the dotted names of the sections of a config that hold keys."""
     words = [key.split(".") for key in run.config]
     return {".".join(names[:depth]) for names in words for depth in range(1, len(names))}
 
 
 def _missing_section(key: str, sections: Sequence[set[str]]) -> str | None:
-    """Return the widest section around a key, such as a feature, that some run has no key of; None: there is none.
+    """Return the widest section around a key, such as a feature, that is missing in some run, or None.
 
     Args:
-        sections: of each run, as `_sections` returns them.
+        sections: the result of `_sections` for each run.
     """
     words = key.split(".")
     around = (".".join(words[:depth]) for depth in range(1, len(words)))
@@ -71,7 +71,7 @@ def results(runs: Sequence[Record]) -> list[list[str]]:
 
 
 def names_of(runs: Sequence[Record]) -> list[str]:
-    """Return a distinct name for each run: that of its folder, with as many parent folders as it takes."""
+    """Return a distinct name for each run: that of its folder, with as many parent folders as are needed."""
     parts = [run.folder.resolve().parts for run in runs]
     depth = next((n for n in range(1, 99) if len({folders[-n:] for folders in parts}) == len(set(parts))), 99)
     return ["/".join(folders[-depth:]) for folders in parts]
@@ -96,7 +96,7 @@ def _aligned(rows: list[list[str]]) -> str:
 
 
 def compare_page(runs: Sequence[Record]) -> str:
-    """Return a page with the results, the config keys that differ, and the curves of all runs over each other."""
+    """Return a page with the results, the config keys that differ, and charts with the curves of all runs."""
     names = names_of(runs)
     caption = "What differs in config.yaml; all other keys are equal"
     config = table(caption, ["key", *names], differing_keys(runs), numbers=False)

@@ -3,7 +3,7 @@
 import html
 from collections.abc import Sequence
 
-_LONGEST, _LABEL, _DOTS = 320, 90, 200  # pixels: of a bar, of what stands behind it before dots, between dots
+_LONGEST, _LABEL, _DOTS = 320, 90, 200  # pixels: longest bar, space for its label, space for dots
 _STYLE = """<style>
 text { fill: #222 } .page { fill: #fff } .bar, .dot { fill: #4477aa } .level { stroke: #999; stroke-dasharray: 3 }
 @media (prefers-color-scheme: dark) { text { fill: #ddd } .page { fill: #1e2129 } .bar, .dot { fill: #77aadd } }
@@ -16,10 +16,10 @@ def draw_bars(
     """Return an SVG with a horizontal bar for each name, one below the other.
 
     Args:
-        bars: name, length from 0 to 1, and what is told beside the bar.
-        left: where the bars begin, in pixels; names stand before it. width: of the drawing.
-        dots: a second figure of each name, right of the bars: its place from 0 to 1, and what is told beside it. A
-            line goes through the first.
+        bars: name, length from 0 to 1, and the label next to the bar.
+        left: where the bars begin, in pixels; names are left of it. width: of the drawing, in pixels.
+        dots: a second figure of each name, right of the bars: its place from 0 to 1, and the label next to it. A
+            vertical line goes through the first.
     """
     parts, first = [], left + _LONGEST + _LABEL
     if dots:

@@ -1,4 +1,4 @@
-"""Frame, sections and tables of an HTML page: one file, without JavaScript and without network access."""
+"""Frame, sections and tables of an HTML page, which is one file, without JavaScript and network access."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ _NUMBER = re.compile(r"–$|≈? ?-?[\d,]+(\.\d+)?(e[+-]\d+)?($|%| (bytes|[KMGTP
 
 
 def document(title: str, head: str, sections: Mapping[str, str]) -> str:
-    """Return a page with a contents list; sections without content are left out.
+    """Return a page with a list of contents; sections without content are left out.
 
     Args:
         head: HTML under the title. sections: HTML by heading.
@@ -70,18 +70,18 @@ def _inner(cell: str) -> str:
 
 
 def charts(*figures: str) -> str:
-    """Return figures as HTML, side by side as far as there is room."""
+    """Return figures as HTML, side by side if there is room."""
     return f"<div class=charts>{''.join(figures)}</div>" if any(figures) else ""
 
 
 def tiles(figures: Mapping[str, str]) -> str:
-    """Return the figures at the top of a page, by name."""
+    """Return figures, by name, as the tiles at the top of a page."""
     items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in figures.items())
     return f"<dl class=tiles>{items}</dl>"
 
 
 def folded(title: str, text: str) -> str:
-    """Return a preformatted text that the reader may unfold; empty without a text."""
+    """Return a preformatted text that the reader may unfold; empty if there is no text."""
     if not text:
         return ""
     label = escape(title)

@@ -15,7 +15,7 @@ from recsys.report.text import listed, number, placements, size
 from recsys.runtime.files import write_output
 
 PAGE = "report.html"
-_MOST_RANKS = 8  # drawn: those with the highest peaks
+_MOST_RANKS = 8  # ranks that are drawn, those with the highest peaks
 _MOST_WARNINGS = 50
 _ENDS = {"done": "good", "compressed": "good", "failed": "bad", "out of memory": "bad", "killed": "bad"}
 
@@ -24,10 +24,10 @@ def write_report(folder: Path, out: Path | None = None, error: str | None = None
     """Write the page of a run, and return its path.
 
     Args:
-        out: default: report.html in the run directory. error: of the run that is ending.
+        out: default: report.html in the run directory. error: the error with which the run is ending.
 
     Raises:
-        UserError: the folder holds no run, or the page cannot be written. OSError: a file cannot be read.
+        UserError: the folder does not hold a run, or the page cannot be written. OSError: a file cannot be read.
     """
     page, record = out or folder / PAGE, open_record(folder, error)
     write_output(page, report_page(record))
@@ -36,7 +36,7 @@ def write_report(folder: Path, out: Path | None = None, error: str | None = None
 
 @contextmanager
 def reported(is_writer: bool) -> Iterator[Callable[[Path], None]]:
-    """Yield a function that takes the run directory, and write the page there at the end, also after an error."""
+    """Yield a function to be called with the run directory; at the end, also after an error, write the page there."""
     folders: list[Path] = []
     error: BaseException | None = None
     try:
@@ -48,12 +48,12 @@ def reported(is_writer: bool) -> Iterator[Callable[[Path], None]]:
         if is_writer and folders and folders[-1].exists():
             try:
                 write_report(folders[-1], error=None if error is None else f"{error}" or type(error).__name__)
-            except Exception as problem:  # the run's own end is what counts
+            except Exception as problem:  # it must not hide how the run itself ended
                 print(f"warning: {folders[-1] / PAGE} was not written ({problem})", file=sys.stderr)
 
 
 def report_page(run: Record) -> str:
-    """Return the page as HTML."""
+    """Return the page of a run as HTML."""
     sections = {
         "Results": _results(run),
         "Learning": _learning(run),
@@ -109,7 +109,7 @@ def _learning(run: Record) -> str:
     norm = Axis("Gradient norm", "of the dense part, before clipping", least=0)
     drawn.append(line_chart(norm, {"gradient norm": train.get("gradient_norm", [])}))
     for name, points in {**_below("learning_rate", train), "loss scale": train.get("loss_scale", [])}.items():
-        if len({value for _, value in points}) > 1:  # else config.yaml tells it
+        if len({value for _, value in points}) > 1:  # a constant is in config.yaml
             title = name if name == "loss scale" else f"Learning rate, {name}"
             drawn.append(line_chart(Axis(title, least=0), {name: points}))
     return charts(*drawn)
@@ -133,7 +133,7 @@ def _speed(run: Record) -> str:
 
 
 def _profile(run: Record) -> str:
-    """Return the time of profiled steps by operator, as rank 0 has written it."""
+    """Return the text on the time of profiled steps that rank 0 has written."""
     path = run.folder / "profile" / "rank_0.txt"
     return (
         f"<pre tabindex=0 role=region aria-label='Time of the profiled steps'>{escape(path.read_text())}</pre>"
@@ -143,7 +143,7 @@ def _profile(run: Record) -> str:
 
 
 def _memory(run: Record) -> str:
-    """Draw the predicted peak of each rank by kind beside the measured one, and the memory over time."""
+    """Draw the predicted peak of each rank, by kind, next to the measured peak, and the memory over time."""
     if not run.memory:
         return ""
     fullest = sorted(run.memory, key=lambda report: report["peak"]["measured_bytes"] or 0, reverse=True)[:_MOST_RANKS]
@@ -183,11 +183,11 @@ def _both(values: dict[str, Any]) -> str:
 
 
 def _timeline(report: dict[str, Any]) -> str:
-    """Draw a rank's resident memory over its phases, with its peak in the title, which samples may miss."""
+    """Draw a rank's resident memory over its phases; the title has the peak, which the samples may miss."""
     spans = [span for span in report["timeline"]["spans"] if span["phase"] not in ("step", "other")]
     top = max((span["peak_bytes"] for span in report["timeline"]["spans"]), default=0)
     predicted = report["host"]["baseline_bytes"] + report["peak"]["predicted_bytes"]
-    on_gpu = report["identity"]["device"].startswith("cuda")  # whose own peak is what was predicted
+    on_gpu = report["identity"]["device"].startswith("cuda")  # the prediction is then the GPU's peak, not this one
     axis = Axis(
         f"Rank {report['identity']['rank']}, resident memory",
         f"peak {size(top)}",
@@ -256,7 +256,7 @@ def _ids(run: Record) -> str:
 
 
 def _ids_over_time(run: Record) -> str:
-    """Draw the numbers of distinct and of colliding ids of features over the evaluations."""
+    """Draw the number of distinct ids and the share of colliding ids of features over the evaluations."""
     last = float(run.step)
     most = sorted(run.ids, key=lambda name: run.ids[name]["distinct_ids"], reverse=True)[:NUM_COLOURS]
     shown = {"distinct_ids": Axis("Distinct ids", "so far", least=0)}

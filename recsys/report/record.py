@@ -1,4 +1,4 @@
-"""Record of a run, read from its directory: of a run that is done, failed, was killed or still goes on."""
+"""Record of a run, read from its directory: the run may be done, failed, killed or still running."""
 
 import json
 import math
@@ -41,7 +41,7 @@ class Record:
     """A run, read from its directory.
 
     Args:
-        error: of the run that is ending, which is not in its log yet.
+        error: the error with which the run is ending, which is not in its log yet.
     """
 
     folder: Path
@@ -49,24 +49,24 @@ class Record:
 
     @cached_property
     def result(self) -> dict[str, Any]:
-        """result.json, if the last start of the run ended without an error; else empty."""
+        """Content of result.json if the last start of the run ended without an error, else empty."""
         identity = self.endings_of_ranks[0]["identity"] if self.endings_of_ranks else {}
         return self._json("result.json", RESULT) if identity.get("status") in ("done", "stopped") else {}
 
     @cached_property
     def compression(self) -> dict[str, Any]:
-        """compression.json of a run that `recsys compress` has written; else empty."""
+        """Content of compression.json if `recsys compress` has written the run, else empty."""
         return self._json("compression.json", COMPRESSION)
 
     @cached_property
     def endings_of_ranks(self) -> list[dict[str, Any]]:
-        """Report of each rank, written at its end, by rank; empty before the end of a run."""
+        """The reports that ranks write at their end, in order of rank; empty before the end of a run."""
         reports = [_read_json(path, ENDING) for path in self._of_ranks()]
         return sorted(reports, key=lambda report: report["identity"]["rank"])
 
     @cached_property
     def memory(self) -> list[dict[str, Any]]:
-        """Memory reports of the ranks; one that ended before it had tables has none."""
+        """The memory reports of the ranks; a rank that ended before it had tables has none."""
         reports = [report for report in self.endings_of_ranks if "peak" in report]
         for report in reports:
             _check(self.folder / f"memory/rank_{report['identity']['rank']}.json", report, MEMORY)
@@ -84,7 +84,7 @@ class Record:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The config's values by dotted key; those of lists are one value."""
+        """The config's values by dotted key; a list is one value."""
         try:
             return dict(flat("", read_config(self.config_text)))
         except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
@@ -99,7 +99,7 @@ class Record:
 
     @property
     def status(self) -> str:
-        """One of done, stopped, failed, out of memory, running, compressed and killed."""
+        """How the run ended: done, stopped, failed, out of memory, compressed or killed; or running."""
         ending = str(self.endings_of_ranks[0]["identity"]["status"]) if self.endings_of_ranks else ""
         # A done run stays done if a further start is refused.
         if self.error or (ending != "done" and self._failed_since()):
@@ -116,7 +116,7 @@ class Record:
         return Figures(self.folder / "metrics.jsonl")
 
     def curves(self, kind: str) -> dict[str, Points]:
-        """Return the curves of a kind of lines (train, valid, test), as `Figures.curve` has them, by name."""
+        """Return by name the curves of a kind of lines (train, valid, test); see `Figures.curve`."""
         return {name: self.figures.curve(kind, name) for name in self.figures.names(kind)}
 
     @cached_property
@@ -132,7 +132,7 @@ class Record:
 
     @property
     def endings(self) -> dict[str, str]:
-        """Final figures that any run may have, by name, formatted for people; those that are available."""
+        """The available ones of the final figures that any run may have, by name, formatted for people."""
         losses = [value for _, value in self.figures.curve("train", "loss")]
         endings = {"training loss": number(losses[-1])} if losses else {}
         if self.result:
@@ -145,7 +145,7 @@ class Record:
 
     @cached_property
     def ids(self) -> dict[str, dict[str, Any]]:
-        """Figures on the ids of each feature, at the end or at the last evaluation so far."""
+        """Figures on the ids of each feature, from the end of the run or the last evaluation so far."""
         last = {kind.removeprefix(IDS): line for kind, line in self.figures.last.items() if kind.startswith(IDS)}
         return self.result.get("data", {}).get("ids", last)
 
@@ -184,7 +184,7 @@ class Record:
         return at > max((path.stat().st_mtime for path in self._of_ranks()), default=-math.inf) - 1
 
     def _of_ranks(self) -> list[Path]:
-        """Return the memory reports; a rank that was killed has left none."""
+        """Return the paths of the memory reports; a rank that was killed has none."""
         return list(self.folder.glob("memory/rank_*.json"))
 
     def _json(self, name: str, shape: Any) -> dict[str, Any]:
@@ -193,14 +193,14 @@ class Record:
 
 
 class Figures:
-    """Figures of metrics.jsonl, 16 bytes each, since a run may have as many lines as steps.
+    """Figures of metrics.jsonl, in 16 bytes each, because a run may have as many lines as steps.
 
     Args:
         path: of the file, which need not exist. Truncated lines, which a killed process or machine may leave, are
             skipped.
 
     Attributes:
-        last: the last line of each kind; of those on ids, the last with all figures. step: the last step.
+        last: the last line of each kind; for kinds on ids, the last with all figures. step: the last step.
     """
 
     def __init__(self, path: Path) -> None:
@@ -220,11 +220,11 @@ class Figures:
                     values.append(math.nan if value is None else value)
 
     def names(self, kind: str) -> list[str]:
-        """Return the names of the figures of a kind of lines, as of `figures`."""
+        """Return the names of the figures in a kind of lines; see `figures`."""
         return list(self._curves.get(kind, ()))
 
     def curve(self, kind: str, name: str) -> Points:
-        """Return a figure of a kind of lines over the steps; empty if there is none."""
+        """Return the curve of a figure, in a kind of lines, over the steps; empty if there is none."""
         steps, values = self._curves.get(kind, {}).get(name, ((), ()))
         return [(step, None if value != value else value) for step, value in zip(steps, values, strict=True)]
 
@@ -244,7 +244,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def figures(line: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
-    """Yield the numbers of a line by name, those of a mapping as NAME/INNER; None for null."""
+    """Yield the numbers of a line with their names (NAME/INNER for those in a mapping); None for null."""
     for name, value in line.items():
         inner = value.items() if isinstance(value, dict) else [("", value)]
         for key, figure in inner:
@@ -253,10 +253,10 @@ def figures(line: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
 
 
 def open_record(path: Path, error: str | None = None) -> Record:
-    """Return the record of a run directory; `error` as of `Record`.
+    """Return the record of a run directory; for `error` see `Record`.
 
     Raises:
-        UserError: the folder holds no run.
+        UserError: the folder does not hold a run.
     """
     if (path / MARKER).exists():
         above = os.path.normpath(path / ".." / "..")
@@ -291,7 +291,7 @@ def read_config(text: str) -> dict[str, Any]:
     Raises:
         yaml.YAMLError, ValueError: it is damaged.
     """
-    # OmegaConf's own loader reads numbers as configs have them; its nodes would take five times as long.
+    # The YAML loader of OmegaConf reads numbers like configs do; making its nodes would take five times as long.
     values = yaml.load(text, Loader=get_yaml_loader(max_yaml_expanded_nodes=MOST_YAML_NODES)) or {}
     if not isinstance(values, dict):
         raise ValueError("it holds no keys and values")
@@ -299,7 +299,7 @@ def read_config(text: str) -> dict[str, Any]:
 
 
 def _entries(path: Path) -> list[str]:
-    """Return the entries in the last megabyte of a log, each with its further lines."""
+    """Return the entries in the last megabyte of a log, each with all of its lines."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _LOG_TAIL))
         text = file.read().decode("utf-8", "replace")

@@ -1,7 +1,7 @@
-"""Shapes of the values that pages read from a run's JSON files, since edited files may hold something else.
+"""Shapes of the values that pages read from a run's JSON files, because edited files may hold something else.
 
-A shape is a type (float: any number), None, a tuple of alternative shapes, a list of the one shape of all its values or
-of a shape for each, or a mapping of names to shapes. A name with `?` is optional; `str` is any name.
+A shape is a type (float: any number), None, a tuple of alternative shapes, a list with one shape for all values or one
+for each, or a mapping of names to shapes. A name with `?` is optional; `str` stands for any name.
 """
 
 import json
@@ -43,15 +43,15 @@ MEMORY = {
 
 
 def misfit(value: Any, shape: Any, place: str = "it") -> str:
-    """Return in words the first part of a value that does not have its shape; empty if all have.
+    """Return a message on the first part of a value that does not have its shape; empty if all parts have.
 
     Args:
-        place: what the value is called, such as metrics.valid.auc.
+        place: what the message calls the value, such as metrics.valid.auc.
     """
     problem = ""
     for choice in shape if isinstance(shape, tuple) else (shape,):
         if not (of_choice := _misfit(value, choice, place)):
-            return ""  # without words on the others: a long run has millions of figures
+            return ""  # without messages on other choices, since a long run has millions of figures
         problem = problem or of_choice
     return problem
 

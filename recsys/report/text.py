@@ -1,4 +1,4 @@
-"""Sizes, times, lists of ranks and placements of tables, as people read them."""
+"""Sizes, times, lists of ranks and placements of tables as texts for people."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,25 +7,25 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def size(num_bytes: float | None) -> str:
-    """Return bytes with three digits in the unit that suits; a dash for None."""
+    """Return bytes with three digits in a suitable unit, or a dash for None."""
     if not num_bytes:
         return "–" if num_bytes is None else "0"
     power = min(len(_UNITS) - 1, max(0, int(abs(num_bytes)).bit_length() - 1) // 10)
     number = num_bytes / 1024**power
-    is_whole = power == 0 and number == int(number)  # means of bytes may not be
+    is_whole = power == 0 and number == int(number)  # a mean of bytes may have a fraction
     digits = 0 if is_whole or abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
     return f"{number:,.{digits}f} {_UNITS[power]}"
 
 
 def number(value: float | None) -> str:
-    """Return a figure of a run with about four digits, and a dash for None."""
+    """Return a figure of a run with about four digits, or a dash for None."""
     if value is None:
         return "–"
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     if abs(value) < 0.01:
         return f"{value:.3g}"
-    if abs(value) >= 1e9:  # the loss of a run that diverges: its digits would be wider than a phone
+    if abs(value) >= 1e9:  # such as the loss of a run that diverges, whose digits would be wider than a phone
         return f"{value:.4g}"
     return f"{value:,.{4 if abs(value) < 10 else 2 if abs(value) < 1000 else 0}f}"
 
@@ -43,7 +43,7 @@ def listed(numbers: Iterable[int], noun: str = "rank") -> str:
 
 
 def placements(shards: Iterable[Any]) -> dict[tuple[str, str, str], str]:
-    """Return in words on which ranks the shards of each table are, by table, sharding type and compute kernel.
+    """Return a text on which ranks hold the shards of each table, by table, sharding type and compute kernel.
 
     Args:
         shards: with the attributes of `recsys.tables.spec.Shard`.

@@ -1,6 +1,6 @@
-"""Writers of the figures of a running run: metrics.jsonl, TensorBoard, W&B and MLflow.
+"""Writers of figures during a run: metrics.jsonl, TensorBoard, W&B and MLflow.
 
-Rank 0 alone imports the last three, and only those that the config asks for.
+Only rank 0 imports the last three, and only those that the config asks for.
 """
 
 import json
@@ -30,13 +30,13 @@ _PACKAGES = {Tracker.tensorboard: "tensorboard", Tracker.wandb: "wandb", Tracker
 
 
 class Writer:
-    """Destination of figures: this one drops them, and subclasses write what they can show."""
+    """Destination of figures. This class drops them; subclasses write what they can show."""
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
         """Write a line.
 
         Args:
-            values: `step`, and figures or mappings of these.
+            values: `step`, and figures or mappings of figures.
 
         Raises:
             OSError: metrics.jsonl cannot be written.
@@ -44,13 +44,13 @@ class Writer:
         self.write({"kind": kind, "time": round(time.time(), 3), **values})
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write a line of metrics.jsonl: `kind`, `time`, and values as of `log`."""
+        """Write a line of metrics.jsonl: `kind`, `time`, and the values of `log`."""
 
     def last(self, line: dict[str, Any]) -> None:
-        """Write a line of final figures, without `time`, which are in result.json and memory/, not in metrics.jsonl."""
+        """Write final figures (no `time`) to trackers; result.json and memory/ have them, but not metrics.jsonl."""
 
     def text(self, name: str, text: str) -> None:
-        """Write a text on the run as a whole."""
+        """Write a text about the whole run."""
 
     def config(self, text: str) -> None:
         """Write the config, as YAML."""
@@ -67,10 +67,10 @@ class Writer:
 
 
 class JsonLines(Writer):
-    """Writer of metrics.jsonl, which has one line for each kind and step: the last that is written.
+    """Writer of metrics.jsonl, which has one line for each kind and step: the last one written.
 
     Args:
-        step: at which the run goes on; lines of later steps, from before a crash, are dropped.
+        step: at which the run starts or resumes; lines of later steps, from before a crash, are dropped.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -82,7 +82,7 @@ class JsonLines(Writer):
         self._file = path.open("ab", buffering=0)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line, or replace that of the same kind and step, such as of a repeated evaluation.
+        """Append a line, or replace the line of the same kind and step, for example of a repeated evaluation.
 
         Raises:
             OSError: the file cannot be written.
@@ -126,21 +126,21 @@ def _but_of_tensorboard(error: threading.ExceptHookArgs) -> None:
 
 
 class TensorBoard(Writer):
-    """Writes event files, whose scalars are KIND/FIGURE."""
+    """Writes event files, in which scalars are called KIND/FIGURE."""
 
     def __init__(self, config: Config, run_dir: Path, step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         self._summary = Summary
-        # Its thread's errors are raised at the next write; before, Python would print their traceback.
+        # Errors of SummaryWriter's thread are raised at the next write; Python would also print their traceback.
         threading.excepthook = _but_of_tensorboard
         self._writer: Any = SummaryWriter(
             str(run_dir / TENSORBOARD), purge_step=step + 1 if step else None, flush_secs=30
         )
 
     def write(self, line: dict[str, Any]) -> None:
-        # One event for all figures of a line: one for each, as add_scalar writes them, takes six times as long.
+        # One event has all figures of a line: one for each, as add_scalar writes them, takes six times as long.
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in _scalars(line).items()]
         self._writer.file_writer.add_summary(self._summary(value=values), line["step"], line["time"])
 
@@ -169,7 +169,7 @@ class TensorBoard(Writer):
 
 
 class WeightsAndBiases(Writer):
-    """Writes to a run of Weights & Biases, which is resumed when this run is."""
+    """Writes to a run of Weights & Biases, which is resumed if this run is."""
 
     def __init__(self, config: Config, run_dir: Path, step: int) -> None:
         import wandb
@@ -179,13 +179,13 @@ class WeightsAndBiases(Writer):
         resume = "allow" if earlier else None
         self._run = wandb.init(project=project, name=name, id=earlier, resume=resume, dir=str(run_dir))
         replace_file(file, json.dumps({"run_id": self._run.id}))
-        self._step = self._run.starting_step  # of a run that goes on, behind its last one
+        self._step = self._run.starting_step  # if the run is resumed, one after its last step
 
     def write(self, line: dict[str, Any]) -> None:
         self._log(_scalars(line), line["step"])
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        # W&B drops what comes for a step below its last one, as metrics of the best step do once later ones are logged.
+        # W&B drops values for a step before its last one, such as metrics of the best step if later ones were logged.
         self._step = max(step, self._step)
         self._run.log(values, step=self._step)
 
@@ -204,7 +204,7 @@ class WeightsAndBiases(Writer):
 
 
 class Mlflow(Writer):
-    """Writes to a run of MLflow, at the address in MLFLOW_TRACKING_URI; it is resumed when this run is."""
+    """Writes to a run of MLflow, at the address in MLFLOW_TRACKING_URI; it is resumed if this run is."""
 
     def __init__(self, config: Config, run_dir: Path, step: int) -> None:
         import mlflow
@@ -223,7 +223,7 @@ class Mlflow(Writer):
 
     def config(self, text: str) -> None:
         super().config(text)
-        if self._earlier is None:  # MLflow refuses another value of a parameter that a run has
+        if self._earlier is None:  # because MLflow refuses to change the value of a parameter
             self._mlflow.log_params(_named_for_mlflow(dict(flat("", read_config(text)))))
 
     def close(self) -> None:
@@ -231,12 +231,12 @@ class Mlflow(Writer):
 
 
 def _earlier_run(file: Path, step: int) -> str | None:
-    """Return a tracker's id of this run, which its earlier start has written to a file; None if it begins now."""
+    """Return a tracker's id of this run, which an earlier start has written to `file`; None if the run begins now."""
     return json.loads(file.read_text())["run_id"] if step and file.exists() else None
 
 
 def _named_for_mlflow(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values by names that MLflow accepts: letters, digits and a few signs, but no @."""
+    """Return the values with names that MLflow accepts: letters, digits and a few signs, but no @."""
     return {re.sub(r"[^\w\-. /]", "_", name): value for name, value in values.items()}
 
 
@@ -282,7 +282,7 @@ class Writers(Writer):
         for tracker in list(self._trackers):
             try:
                 self._trackers[tracker] = use(self._trackers[tracker]) or self._trackers[tracker]
-            except Exception as error:  # of a network or a disk, of a type that each library chooses
+            except Exception as error:  # of a network or a disk, with a type that depends on the library
                 del self._trackers[tracker]
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 logger.warning("%s gets no more metrics of this run (%s)", _PACKAGES[tracker], reason)
@@ -315,7 +315,7 @@ def open_writers(config: Config, run_dir: Path, step: int, plan: str) -> Writers
     """Open the writers of a run's figures: metrics.jsonl, and the trackers that the config asks for.
 
     Args:
-        step: at which the run goes on. plan: the sharding plan in words.
+        step: at which the run starts or resumes. plan: the sharding plan in words.
     """
     chosen = asked_trackers(config)
     if config.run.track.to is None and not chosen:
