@@ -1,4 +1,4 @@
-"""Write docs/commands.md, every command with its arguments, from the parsers that read them.
+"""Write docs/commands.md, every command with its arguments and options, from the parsers that read them.
 
     python scripts/command_reference.py
 
@@ -24,7 +24,7 @@ All arguments of all commands, as their `--help` shows them. What they are for: 
 
 
 class _ParserFound(BaseException):
-    """Raised in place of parsing, with the parser of a command."""
+    """Raised instead of parsing, with the parser of a command."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser
@@ -35,7 +35,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     cls, parse_args = argparse.ArgumentParser, argparse.ArgumentParser.parse_args
 
     def stop_with_parser(parser: argparse.ArgumentParser, *words: Any) -> argparse.Namespace:
-        if parser.prog == "recsys":  # which finds out the command
+        if parser.prog == "recsys":  # this parser finds the command
             return parse_args(parser, *words)
         raise _ParserFound(parser)
 
@@ -87,7 +87,7 @@ def _choices(action: argparse.Action, helped: str) -> str:
 
 
 def _words(action: argparse.Action) -> Iterator[str]:
-    """Yield an option and what follows it, or what a word stands for."""
+    """Yield an option and the name of its value, or the name of a positional argument."""
     yield from action.option_strings[:1]
     if action.nargs == 0:
         return

@@ -2,7 +2,7 @@
 
     python scripts/config_reference.py
 
-A key's type, default and bounds are those of its field, and its meaning is the comment beside the field.
+A key's type, default and bounds are those of its field, and its meaning is the comment next to the field.
 `tests/docs/test_config_reference.py` holds the page to the code.
 """
 
@@ -36,7 +36,7 @@ Every key with its type, default and meaning. A key is written in YAML, or on th
 a name of your own: of a feature, a table or a label. `null` means that nothing is set; *required* keys have no default.
 """
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "–"}
-_OPEN = min(2**62, LARGE, MOST)  # bounds from here on are none that a reader needs
+_OPEN = min(2**62, LARGE, MOST)  # bounds of this size or more are not shown
 
 
 def page() -> str:
@@ -53,11 +53,11 @@ def page() -> str:
 
 
 def sections_of(section: type, key: str = "") -> dict[str, type]:
-    """Return a dataclass and the nested ones, by the key of their section; the first by `key`."""
+    """Return a dataclass, by `key`, and those nested in it, by the keys of their sections."""
     sections = {key: section}
     for field, kind in _fields(section):
         nested = next((part for part in _parts(kind) if dataclasses.is_dataclass(part)), None)
-        if nested is not None and (key, field.name) != ("tables.NAME", "optimizer"):  # as optimizer.tables
+        if nested is not None and (key, field.name) != ("tables.NAME", "optimizer"):  # same keys as optimizer.tables
             name = f"{field.name}.NAME" if typing.get_origin(kind) is dict else field.name
             sections |= sections_of(typing.cast(type, nested), f"{key}.{name}" if key else name)
     return sections
@@ -72,7 +72,7 @@ def _fields(section: type) -> Iterator[tuple[Any, Any]]:
 
 
 def _parts(kind: Any) -> list[Any]:
-    """Return the types that a type is composed of: of `dict[str, X | None]` str and X."""
+    """Return the types that a type is composed of: for `dict[str, X | None]` str and X."""
     arguments = [part for part in typing.get_args(kind) if part is not NoneType]
     return [leaf for part in arguments for leaf in _parts(part)] if arguments else [kind]
 
@@ -97,8 +97,8 @@ def _section(key: str, section: type, level: str = "##") -> str:
 def described(section: type) -> Iterator[tuple[Any, Any, str]]:
     """Yield the keys of a section: field, type, and meaning.
 
-    The meaning is the comment beside the field, here or in the class above; where there is none, the first line of the
-    docstring of its type.
+    The meaning is the comment next to the field, in this class or a base class, or else the first line of the docstring
+    of its type.
     """
     comments = {name: text for base in reversed(section.__mro__) for name, text in _comments(base).items() if text}
     for field, kind in _fields(section):
@@ -110,13 +110,13 @@ def described(section: type) -> Iterator[tuple[Any, Any, str]]:
 
 
 def _text(documented: type) -> str:
-    """Return a docstring without the sections that are for readers of the code."""
+    """Return a docstring without the sections that are only for readers of the code."""
     text = inspect.getdoc(documented) or ""
     return text.partition("\nAttributes:")[0].strip()
 
 
 def _comments(section: type) -> dict[str, str]:
-    """Return, by field, the comments above it and at the end of its lines, as one text."""
+    """Return for each field the comments above it and at the end of its lines, as one text."""
     if section.__module__ == "builtins":
         return {}
     source = textwrap.dedent(inspect.getsource(section))

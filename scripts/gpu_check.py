@@ -1,7 +1,7 @@
-"""Everything that needs a GPU, in one call: the tests marked gpu and benchmarks, with JSON under a folder.
+"""Everything that needs a GPU, in one call: tests marked gpu, and benchmarks, whose JSON goes to a folder.
 
-Parts come in the order of what they tell for their time. Each has a limit of its own, and what it writes it writes as
-it goes, so that one that hangs, or a call that is cut, loses little; `parts.json` says how each ended.
+The parts that show most for their time come first. Each has its own limit of time, and writes results as it goes, so
+that little is lost if a part hangs or the call is cut off; `parts.json` says how each ended.
 """
 
 import argparse
@@ -35,8 +35,8 @@ _TINY = (
     *("--batch-size", "256", "--dim", "8", "--max-rows", "1000", "--rows", "1024", "--steps", "2", "--warm", "1"),
     *("--held", "2", "--variants", "fp32", "--loader-threads", "1"),
 )
-_TESTS_AT_ONCE = "12"  # on the same GPUs: what they do there is short, and their start is not
-_GRACE_S = 15  # for what is told to stop, to say how far it has come
+_TESTS_AT_ONCE = "12"  # on the same GPUs, which they use for a short time compared with their start
+_GRACE_S = 15  # for a part that is interrupted to report how far it has come
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ class Part:
     """A program to run.
 
     Attributes:
-        seconds: that it may take. command: of Python. quick: options for as little as shows that it runs, of which the
-            last of a kind counts. ranked: it takes `--ranks`. writes: it takes `--out`. env: its own variables on GPUs.
+        seconds: time that it may take. command: arguments for Python. quick: further options, which override earlier
+            ones, for a run that only shows that it works. ranked: whether it has the option `--ranks`.
+        writes: whether it has the option `--out`. env: its environment variables on GPUs.
     """
 
     seconds: int
@@ -57,7 +58,7 @@ class Part:
 
 
 _BENCHMARK, _THROUGHPUT = "benchmarks/benchmark.py", "benchmarks/throughput.py"
-# The peaks, which are the longest tests, are a part of their own, which keeps the figures too.
+# The tests of peaks, which are the longest, are replaced by a part of their own, which also keeps the figures.
 _TESTS = ("-m", "pytest", "-m", "gpu", "-v", "--durations", "15", "-k", "not the_peak_of_the_allocator")
 _SHORT = ("train.max_steps=20", "data.valid=null", "data.test=null", "run.overwrite=true")
 _PARTS = {
@@ -118,7 +119,7 @@ _PARTS = {
 
 
 def main() -> int:
-    """Run tests and benchmarks; return 0 when all succeed."""
+    """Run tests and benchmarks; return 0 if all succeed."""
     arguments = _parse()
     arguments.out = out = arguments.out.resolve()
     on_gpu = arguments.device == "cuda"
@@ -131,7 +132,7 @@ def main() -> int:
         return 2
     arguments.nproc = num_gpus = arguments.nproc or num_gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:num_gpus])  # of what is started below
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:num_gpus])  # for the processes started below
     out.mkdir(parents=True, exist_ok=True)
     device_facts: dict[str, Any] = {"name": arguments.device, "num_gpus": num_gpus, "versions": installed_versions()}
     if on_gpu:
@@ -163,7 +164,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _run(name: str, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Run a part, and stop it after a number of seconds; return how it ended, and print the end of its output."""
+    """Run a part for at most `seconds`, print the end of its output, and return how it ended."""
     part, out = _PARTS[name], arguments.out
     options = part.command + (part.quick if arguments.quick else ())
     command = [option.format(device=arguments.device, out=out) for option in options]
@@ -180,7 +181,7 @@ def _run(name: str, arguments: argparse.Namespace, seconds: float) -> dict[str, 
             env=os.environ | (part.env if arguments.device == "cuda" else {}),
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that what it has started can be stopped with it
+            start_new_session=True,  # so that its child processes can be stopped with it
         )
         status: int | str
         try:

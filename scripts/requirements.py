@@ -1,8 +1,8 @@
-"""Print the pinned packages of the CPU or the CUDA set, one a line: requirements.py cpu|cuda [oldest|newest].
+"""Print the pinned packages of the CPU or the CUDA set, one per line: requirements.py cpu|cuda [oldest|newest].
 
-pyproject.toml holds both, as extras. The CPU set has fbgemm-gpu-cpu in place of fbgemm-gpu; torchrec is in both, and
-has to be installed without its dependencies in the CPU set.
-The first line, a comment, says for what the list was made; setup.sh keeps the whole text to see changes.
+pyproject.toml holds both, as extras. The CPU set has fbgemm-gpu-cpu instead of fbgemm-gpu; torchrec is in both, and in
+the CPU set it must be installed without its dependencies.
+The first line, a comment, says what the list was made for; setup.sh keeps the whole text, to notice changes.
 """
 
 import platform
@@ -12,16 +12,16 @@ from pathlib import Path
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    from pip._vendor import tomli as tomllib  # Python 3.10 has no TOML reader of its own, its pip has
+    from pip._vendor import tomli as tomllib  # Python 3.10 has no TOML reader, but its pip has one
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def requirements(kind: str, name: str | None = None) -> list[str]:
-    """Return the pins of the CPU or the CUDA set, torchrec's too, and those of all extras.
+    """Return the pins of the CPU or the CUDA set, with torchrec's, and those of all extras.
 
     Args:
-        name: of the set of `tool.recsys.sets` whose versions are taken in place of the others.
+        name: of a set in `tool.recsys.sets` whose versions replace the others.
     """
     content = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project, others = content["project"], content["tool"]["recsys"]["sets"][name] if name else []

@@ -1,7 +1,7 @@
-"""Hooks of mkdocs: pages of the site that stand outside docs/, and links that lead out of it.
+"""Hooks of mkdocs: pages of the site that are not in docs/, and links to files outside docs/.
 
-On GitHub the Markdown is read where it lies, and links go from file to file. On the site README.md is the first page,
-the notebook is a page, and any other file that a link leads to is copied to files/.
+On GitHub, Markdown files are read in their places, and links go from file to file. On the site, README.md is the first
+page, the notebook is a page, and any other file that a link leads to is copied to files/.
 """
 
 import json
@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-# The page of the site by the file of the repository.
+# File of the repository → page of the site.
 PAGES = {
     "README.md": "index.md",
     "data/README.md": "data.md",
@@ -50,13 +50,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _target(uri: str, link: str) -> str:
-    """Return the file of the repository that a link of a page refers to."""
+    """Return the file of the repository that a link in a page refers to."""
     source = _SOURCES.get(uri, f"docs/{uri}")
     return os.path.normpath(f"{os.path.dirname(source) or '.'}/{link}")
 
 
 def _uri(target: str) -> str:
-    """Return the place on the site of a file of the repository."""
+    """Return the place of a file of the repository on the site."""
     if target in PAGES:
         return PAGES[target]
     return target.removeprefix("docs/") if target.startswith("docs/") else f"files/{target}"

@@ -23,7 +23,7 @@ def train(
     memory_mib: int = 32768,
     max_restarts: int = 3,
 ) -> specs.AppDef:
-    """Train; after a fault the ranks, or the whole job, go on from the newest checkpoint in run_dir.
+    """Train; after a fault the ranks, or the whole job, resume from the newest checkpoint in run_dir.
 
     Args:
         config: YAML file in the image
@@ -35,13 +35,13 @@ def train(
         cpus: CPUs of a node
         gpus: GPUs of a node
         memory_mib: memory of a node, in MiB
-        max_restarts: how often torchrun starts the ranks again, and the scheduler the job
+        max_restarts: how often torchrun restarts the ranks, and the scheduler restarts the job
     """
     launcher = ["--standalone", "--local-addr", "127.0.0.1"]
     endpoint = ""
     if nodes > 1:
         launcher = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-id", specs.macros.app_id]
-        # Left for the shell to fill in on each node, so it is neither quoted nor, by "$$", taken for a macro of TorchX.
+        # The shell of each node fills this in, so it is not quoted, and "$$" keeps TorchX from treating it as a macro.
         endpoint = f"--rdzv-endpoint $${{{specs.macros.rank0_env}:=localhost}}:{_PORT} "
     launcher += ["--nproc-per-node", str(nproc_per_node), "--max-restarts", str(max_restarts)]
     keys = [f"run.dir={run_dir}", "run.resume=true", *overrides]
