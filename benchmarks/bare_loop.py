@@ -28,9 +28,9 @@ class Bare:
     """torchrec as its examples use it: DLRMTrain, DistributedModelParallel, TrainPipelineSparseDist.
 
     Args:
-        batches: trained again and again. rows: of the table of each key; dim: of all tables.
-        make: gives torchrec's model of tables, a number of floats and a device.
-        sharding: of all tables; None: as torchrec's planner likes.
+        batches: trained again and again. rows: of the table of each key. dim: of all tables.
+        make: returns torchrec's model for tables, a number of floats and a device.
+        sharding: of all tables; None: as torchrec's planner chooses.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Bare:
         sharders, plan = [TableSharder()], None  # torchrec's own, with row-wise sharding on CPU
         if sharding is not None:
             constraints = {f"t_{key}": ParameterConstraints(sharding_types=[sharding]) for key in rows}
-            on_gpu = device.type == "cuda"  # where torchrec would count on 32 GiB, whatever there is
+            on_gpu = device.type == "cuda"  # torchrec would assume 32 GiB on any GPU
             memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
             topology = Topology(world.world_size, device.type, hbm_cap=memory)
             plan = EmbeddingShardingPlanner(topology, constraints=constraints).collective_plan(train, sharders)
@@ -82,7 +82,7 @@ class Bare:
 
 
 def bare_batch(batch: Batch) -> BareBatch:
-    """Return a batch of our loader as torchrec's Batch, copied."""
+    """Return a copy of a batch of our loader as torchrec's Batch."""
     ids = batch.ids
     return BareBatch(
         dense_features=batch.floats.clone(),

@@ -1,8 +1,8 @@
 """Recall and NDCG of baselines without training: popularity, items of similar users, EASE^R. Prints JSON.
 
-`baselines.py data/gowalla --k 20` reads what `recsys prepare retrieval` has written. Where a row of train is an
-interaction and not a user with a list, `--user` names the column of users. Of rows that are users with a list, in the
-order of time, there are the items that came right after the user's last one, too.
+`baselines.py data/gowalla --k 20` reads what `recsys prepare retrieval` has written. If a row of train is an
+interaction, not a user with a list, `--user` names the column of users. If rows are users with lists in the order of
+time, there is another baseline: the items that came right after the user's last item in other lists.
 """
 
 import argparse
@@ -17,12 +17,12 @@ import pyarrow.compute as pc
 import pyarrow.dataset
 import torch
 
-MOST_ITEMS = 10_000  # of EASE^R, which inverts a matrix of all pairs
+MOST_ITEMS = 10_000  # for EASE^R, which inverts a matrix of all pairs of items
 Scores = Callable[[torch.Tensor], torch.Tensor]
 
 
 def matrix(lists: pa.ChunkedArray, corpus: pa.Array) -> torch.Tensor:
-    """Return a 1 for each item of each list, [lists, items] sparse."""
+    """Return a sparse matrix, [lists, items], with a 1 for each item in each list."""
     rows = pc.list_parent_indices(lists.combine_chunks()).to_numpy()
     columns = pc.index_in(pc.list_flatten(lists).combine_chunks(), corpus).to_numpy()
     places = torch.from_numpy(np.stack([rows, columns]).astype(np.int64))
@@ -30,17 +30,17 @@ def matrix(lists: pa.ChunkedArray, corpus: pa.Array) -> torch.Tensor:
 
 
 def lists_of_train(train: pa.Table, user: str, item: str) -> pa.ChunkedArray:
-    """Return the items of each user, of rows that are users with a list or interactions."""
+    """Return the items of each user; rows of `train` are users with lists, or interactions."""
     if item not in train.column_names:
         return train["history"]
     return pa.TableGroupBy(train, user).aggregate([(item, "list")])[f"{item}_list"]
 
 
 def scorers(train: torch.Tensor, l2: float) -> dict[str, Scores]:
-    """Return, by name, functions from the items of queries to scores of all items, [queries, items] dense both."""
+    """Return by name functions from the items of queries to scores of all items, both dense [queries, items]."""
     counts = torch.sparse.sum(train, dim=0).to_dense()
     functions: dict[str, Scores] = {"popularity": lambda has: counts.expand_as(has)}
-    # Items of users who have the same, each by 1 / root of its count on the way there and of the user's on the way back
+    # Items of users who have the same items, with the matrix of users and items normalised by the roots of both counts
     # (the linear filter of GF-CF: Shen et al. 2021, arXiv:2108.07567).
     users, items = train.indices()
     degrees, roots = torch.sparse.sum(train, dim=1).to_dense(), counts.clamp(min=1).sqrt()
@@ -56,7 +56,7 @@ def scorers(train: torch.Tensor, l2: float) -> dict[str, Scores]:
 
 
 def followers(lists: pa.ChunkedArray, corpus: pa.Array) -> Scores:
-    """Return the function from the last items of queries to how often each item came next in lists of train."""
+    """Return the function from the last items of queries to how often each item followed these in lists of train."""
     flat = pc.index_in(pc.list_flatten(lists).combine_chunks(), corpus).to_numpy().astype(np.int64)
     rows = pc.list_parent_indices(lists.combine_chunks()).to_numpy()
     is_pair = rows[1:] == rows[:-1]
@@ -67,12 +67,12 @@ def followers(lists: pa.ChunkedArray, corpus: pa.Array) -> Scores:
 
 
 def last_of(lists: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the last item of each list, as a list of one or none."""
+    """Return the last item of each list, as a list with one item or none."""
     return pa.chunked_array([pa.array([each[-1:] for each in lists.to_pylist()], lists.type)])
 
 
 def evaluate(score: Scores, queries: dict[str, torch.Tensor], k: int) -> dict[str, float]:
-    """Return means over queries with targets; `queries` has `history`, `seen` and `targets`, [queries, items] each."""
+    """Return mean metrics over queries with targets; `queries` has history, seen and targets, each [queries, items]."""
     discounts, sums = 1 / torch.arange(2, k + 2).double().log2(), torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(queries["targets"]), 500):
         chosen = torch.arange(start, min(start + 500, len(queries["targets"])))
@@ -88,7 +88,7 @@ def evaluate(score: Scores, queries: dict[str, torch.Tensor], k: int) -> dict[st
 
 def main() -> None:
     """Parse the command line, and print the metrics of each baseline."""
-    warnings.filterwarnings("ignore", message="Sparse")  # torch's word that they are new
+    warnings.filterwarnings("ignore", message="Sparse")  # torch warns that sparse CSR tensors are new
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("data", type=Path)
     parser.add_argument("--user", default="user_id", help="column of data/train, if its rows are interactions")

@@ -1,4 +1,4 @@
-"""Measure: test metrics of a config over seeds, what loader, shuffling, training, memory cost. Results are JSON."""
+"""Measure metrics of a config over seeds, and the cost of loading, shuffling, training and more. Results are JSON."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from recsys.runtime.environment import prepare_environment
 from recsys.runtime.versions import exit_unless_installed
 
 exit_unless_installed()
-prepare_environment()  # before pyarrow is imported, and for the bare decoding too
+prepare_environment()  # before pyarrow is imported; the bare decoding uses it too
 
 import benchmark_attention  # noqa: E402
 import benchmark_checkpoints  # noqa: E402
@@ -31,7 +31,7 @@ import benchmark_time  # noqa: E402
 import benchmark_training  # noqa: E402
 from launcher import write  # noqa: E402
 
-# By command: its module, and what it measures.
+# Command → its module, and what it measures.
 MEASUREMENTS = {
     "seeds": (benchmark_seeds, "test metrics over seeds"),
     "loader": (benchmark_loader, "the loader's CPU time against bare decoding; the last line is JSON"),

@@ -1,7 +1,7 @@
-"""Attention on jagged lists in buckets of about one length, against all lists padded to the longest: time and memory.
+"""Time and memory of attention on jagged lists, in buckets of similar lengths, and on lists padded to the longest.
 
-See `benchmark.py attention --help`. Lists have 20 items in the mean and 200 at most. Compared are attention alone, and
-a layer of SASRec with all that belongs to it, forward and backward, on one thread.
+See `benchmark.py attention --help`. Lists have a mean of 20 items and at most 200. It compares attention alone, and a
+whole layer of SASRec, forward and backward, on one thread.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from recsys.models.sequence_layers import Block
 from recsys.runtime.versions import installed_versions
 
 NUM_LISTS, MEAN, LONGEST, DIM, HEADS = 512, 20, 200, 64, 2
-Pass = Callable[[], tuple[torch.Tensor, torch.Tensor]]  # returns what comes out, and the gradient of what went in
+Pass = Callable[[], tuple[torch.Tensor, torch.Tensor]]  # returns the result, and the gradient of the input
 
 
 def draw_lengths() -> np.ndarray:
-    """Return lengths that fall geometrically, one of them the greatest allowed."""
+    """Return lengths from a geometric distribution, one of them the greatest allowed."""
     lengths = np.random.default_rng(0).geometric(1 / MEAN, NUM_LISTS).clip(max=LONGEST)
     lengths[0] = LONGEST
     return lengths
@@ -46,7 +46,7 @@ def attention(lengths: np.ndarray, x: torch.Tensor, is_padded: bool) -> tuple[to
 
 
 def layer(block: Block, lengths: np.ndarray, x: torch.Tensor, is_padded: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a layer of SASRec on vectors of items, [items, dim]; padded, on all places of all lists."""
+    """Run a layer of SASRec on vectors of items, [items, dim]; if padded, on all places of all lists."""
     x, lists = x.clone().requires_grad_(), Lists.of(lengths, x.device)
     of_block, places = x, torch.arange(len(x))
     if is_padded:
@@ -60,7 +60,7 @@ def layer(block: Block, lengths: np.ndarray, x: torch.Tensor, is_padded: bool) -
 
 
 def peak_bytes(run: Pass) -> int:
-    """Return by how much a pass raises the memory of a process, which is forked off for it."""
+    """Return by how many bytes a pass raises the memory of a process, which is forked for it."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -74,7 +74,7 @@ def peak_bytes(run: Pass) -> int:
 
 
 def compare(passes: dict[str, Pass], repeats: int) -> dict[str, Any]:
-    """Return seconds and bytes of the jagged and the padded pass, and how far their results are apart."""
+    """Return seconds and bytes of the jagged and the padded pass, and how much their results differ."""
     results = {name: run() for name, run in passes.items()}
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""Cost of checkpoints in training, in the foreground and in the background; see `benchmark.py checkpoints --help`."""
+"""Cost of checkpoints for training, in the foreground and the background; see `benchmark.py checkpoints --help`."""
 
 import argparse
 import statistics
@@ -18,7 +18,7 @@ from recsys.runtime.world import open_world
 from recsys.training.build import Built, build_model
 from recsys.training.trainer import Trainer
 
-# One checkpoint in the middle of a block, or none; the one at the end of a block is in all of them.
+# One checkpoint in the middle of a block, or none; every block also has one at its end.
 KINDS = ("none", "foreground", "background")
 
 
@@ -34,7 +34,7 @@ def block(inputs: Inputs, built: Built, steps: int, kind: str) -> float:
         stopped = trainer.fit()
         seconds = time.monotonic() - start
         timeline.close()
-    if stopped or trainer.state.step != steps:  # the request to stop stays with the model, so later ones end too
+    if stopped or trainer.state.step != steps:  # a request to stop stays with the model, so it ends later blocks too
         raise UserError(f"a block ended at step {trainer.state.step} of {steps}, so nothing was measured; run it again")
     return seconds
 
@@ -51,9 +51,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with open_world(config.run.device, config.run.num_threads) as world:
         inputs = open_inputs(config, world)
         built = build_model(inputs)
-        block(inputs, built, steps, "none")  # the first one is slower
+        block(inputs, built, steps, "none")  # the first block is slower
         for repeat in range(arguments.repeats):
-            for kind in KINDS:  # in turn, so that what else the machine does falls on all alike
+            for kind in KINDS:  # in turn, so that other work of the machine affects all kinds alike
                 seconds[kind].append(block(inputs, built, steps, kind))
             print(
                 f"repeat {repeat + 1}: { {kind: round(found[-1], 2) for kind, found in seconds.items()} }", flush=True

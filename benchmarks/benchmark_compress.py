@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train and compress each seed, and return the summary, which is written after each."""
+    """Train and compress each seed, write the summary after each, and return it."""
     asked = {"config": arguments.config, "overrides": arguments.overrides, "compress": arguments.compress}
     summary = content = {"seeds": {}, **earlier(arguments.out, asked)}
     for seed in [each for each in arguments.seeds if str(each) not in content["seeds"]]:

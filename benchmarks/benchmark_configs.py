@@ -1,7 +1,7 @@
-"""Configs on one process and on two: how far their losses are apart, and their peaks of memory, predicted and measured.
+"""Configs on one process and on two: how much their losses differ, and peaks of memory, predicted and measured.
 
-See `benchmark.py configs --help`. A config trains some steps on its data, which its first lines tell how to prepare,
-and is evaluated. One that the file has already, and one whose data are not there, is left out.
+See `benchmark.py configs --help`. A config trains some steps on its data and is evaluated; its first lines say how to
+prepare the data. A config that the file has already, or whose data are missing, is left out.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from recsys.runtime.versions import git_commit
 
 
 def compare(config: str, steps: int, overrides: list[str], folder: Path) -> dict[str, Any]:
-    """Train a config on one rank and on two, and return the differences of losses and each rank's peak."""
+    """Train a config on one rank and on two, and return the differences of the losses and the peak of each rank."""
     losses, peaks = [], {}
     for nproc in (1, 2):
         run = folder / f"{nproc}"
@@ -40,7 +40,7 @@ def compare(config: str, steps: int, overrides: list[str], folder: Path) -> dict
 
 
 def told(config: str, result: dict[str, Any]) -> str:
-    """Return a line on a config: differences, and peaks as predicted / measured, marked where they are not near."""
+    """Return a line on a config: differences, and peaks as predicted / measured, marked if they are not near."""
     peaks = []
     for name, sizes in result["peaks"].items():
         predicted, measured = sizes["predicted_bytes"], sizes["measured_bytes"]

@@ -1,4 +1,4 @@
-"""Memory and time of `train.dense_sharding` by the width of the dense part; see `benchmark.py dense --help`.
+"""Memory and time of `train.dense_sharding` for widths of the dense part; see `benchmark.py dense --help`.
 
 torchrun --nproc-per-node 2 benchmarks/benchmark.py dense --out benchmarks/dense.json
 """
@@ -26,7 +26,7 @@ FORMS = ("none", "optimizer")
 
 
 class Replicated:
-    """Two layers of a width on every rank, with Adam, and its state shared out or not."""
+    """Two layers of a width on every rank, with Adam, whose state is sharded or not."""
 
     def __init__(self, width: int, form: str, world: World) -> None:
         torch.manual_seed(0)
@@ -49,7 +49,7 @@ class Replicated:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Carry out `benchmark.py dense`: steps of both forms in turn; bytes of a rank, medians of the time of a step."""
+    """Carry out `benchmark.py dense`: train both forms in turn; return bytes of a rank and median times of a step."""
     measured = {}
     with open_world(arguments.device, 1) as world:
         rows = torch.randn(arguments.rows, FEATURES, device=world.device)

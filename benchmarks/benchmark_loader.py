@@ -1,4 +1,4 @@
-"""The loader against bare decoding of the same columns, as ratios of CPU time; see `benchmark.py loader --help`."""
+"""CPU time of the loader relative to bare decoding of the same columns; see `benchmark.py loader --help`."""
 
 import argparse
 import gc
@@ -40,7 +40,7 @@ ROW_GROUPS_IN_A_WINDOW = 4
 
 
 class TimedMapping:
-    """Passes ids on to a mapping and adds up its CPU time, over all threads."""
+    """Passes ids on to a mapping, and adds up its CPU time over all threads."""
 
     def __init__(self, mapping: HashMapping) -> None:
         self._mapping = mapping
@@ -58,7 +58,7 @@ class TimedMapping:
 
 
 def write_files(folder: Path, num_rows: int) -> None:
-    """Write 26 Zipf-distributed 64-bit ids, 13 floats and 2 lists of mean length 10, four row groups a file."""
+    """Write 26 Zipf-distributed 64-bit ids, 13 floats and 2 lists of mean length 10, four row groups per file."""
     generator = np.random.default_rng(1)
     in_file = 4 * ROW_GROUP_ROWS
     for f, first in enumerate(range(0, num_rows, in_file)):
@@ -78,7 +78,7 @@ def _write(table: pa.Table, path: Path) -> None:
 
 
 def _ids(generator: np.random.Generator, count: int, field: int) -> np.ndarray:
-    # Spread over 64 bits, as hashed logs are, each field with popular ids of its own.
+    # Ids are spread over 64 bits, as in hashed logs; each field has its own popular ids.
     spread = generator.zipf(1.2, count).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15 + 2 * field)
     return (spread >> np.uint64(1)).astype(np.int64)
 
@@ -90,7 +90,7 @@ def open_files(folder: Path, checksums: bool) -> Dataset:
 
 
 def decode(dataset: Dataset, checksums: bool) -> Iterator[int]:
-    """Decode all row groups with pyarrow and drop them; yield the rows of each."""
+    """Decode all row groups with pyarrow and drop them; yield the number of rows of each."""
     for path in dataset.row_groups.paths:
         with pq.ParquetFile(path, page_checksum_verification=checksums) as file:
             for i in range(file.num_row_groups):
@@ -120,7 +120,7 @@ def _pin_device() -> Any:
 
 
 def load(loader: Loader) -> Iterator[int]:
-    """Take all batches; yield the rows of each."""
+    """Load all batches; yield the number of rows of each."""
     with closing(loader.batches()) as batches:
         for batch in batches:
             yield batch.num_rows
@@ -128,7 +128,7 @@ def load(loader: Loader) -> Iterator[int]:
 
 @dataclass
 class Cost:
-    """Cost of some steps: rows, CPU time of the process over all threads, wall time, and hashing."""
+    """Cost of some steps: rows, CPU time of all threads of the process, wall time, and hashing."""
 
     rows: int = 0
     cpu_ns: int = 0
@@ -137,7 +137,7 @@ class Cost:
     num_ids: int = 0
 
     def add(self, steps: Iterator[int], mapping: TimedMapping, num_rows: int) -> bool:
-        """Take steps of so many rows; return whether any are left."""
+        """Run steps until they have `num_rows` more rows; return whether any steps are left."""
         stop, ids, hashing = self.rows + num_rows, mapping.num_ids, mapping.ns
         cpu, wall = time.process_time_ns(), time.monotonic_ns()
         rows: int | None = 0
@@ -151,7 +151,7 @@ class Cost:
 
 
 def compare(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Interleave decoding, loading and shuffled loading, a row group each in turn; return medians of the repeats."""
+    """Decode, load, and load shuffled, some row groups of each in turn; return medians of the repeats."""
     dataset = open_files(folder, arguments.checksums)
     mapping = TimedMapping(HashMapping(1_000_003, 0))
     loaders = {way: build_loader(dataset, mapping, way == "shuffled", arguments) for way in ("unshuffled", "shuffled")}
@@ -163,7 +163,7 @@ def compare(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         left = list(steps)
         while left:
             left = [way for way in left if costs[way].add(steps[way], mapping, ROW_GROUPS_IN_A_WINDOW * ROW_GROUP_ROWS)]
-        if repeat:  # the first one warms caches and allocators
+        if repeat:  # the first repeat warms caches and allocators
             repeats.append(costs)
             print(_line(repeat, costs), flush=True)
     return _medians(repeats)
@@ -196,7 +196,7 @@ def _medians(repeats: list[dict[str, Cost]]) -> dict[str, Any]:
 
 
 def measure_alone(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Load all files in this process; return rows/s, the peak of its memory and the time to the first batch."""
+    """Load all files in this process; return rows/s, its peak of memory and the time to the first batch."""
     start = time.monotonic()
     dataset = open_files(arguments.folder, arguments.checksums)
     loader = build_loader(dataset, HashMapping(1_000_003, 0), True, arguments)
@@ -224,7 +224,7 @@ def _in_a_process(folder: Path, streams: int, epochs: int, arguments: argparse.N
 
 
 def _times_ten(folder: Path) -> Path:
-    """Return a folder with every file ten times, as hard links."""
+    """Return a folder that has every file ten times, as hard links."""
     ten = folder.with_name(folder.name + "-times-10")
     if not ten.exists():
         ten.mkdir()
@@ -260,7 +260,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         folder.with_suffix(".tmp").rename(folder)
     result = compare(folder, arguments)
     if not arguments.ratios_only:
-        # As many rows from a tenth of the data, ten times, and from all of them; windows of one stream fit into both.
+        # The same number of rows: from a tenth of the data, ten times, and from all data. Both have one stream.
         result["tenth"] = _in_a_process(folder, 1, 10, arguments)
         result["whole"] = _in_a_process(_times_ten(folder), 1, 1, arguments)
         result["ten_thousand_files"] = _in_a_process(_many_files(folder), 8, 1, arguments)

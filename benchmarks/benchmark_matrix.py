@@ -1,4 +1,4 @@
-"""Every type × optimizer × kernel of tables: trains, and leaves bad steps out; see `benchmark.py matrix --help`."""
+"""Whether every type × optimizer × kernel of tables trains, and skips bad steps; see `benchmark.py matrix --help`."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ from recsys.training.build import Built, build_model
 
 CONFIG = "configs/dlrm_sample.yaml"
 NUM_STEPS, BATCH_SIZE = 8, 256
-# Beside the product of the three: what else a step does in another way on GPUs.
+# In addition to the product of the three: other settings with which a step works differently on GPUs.
 OTHERS = {
     "decay": ["optimizer.tables.weight_decay=0.01"],
     "state in BF16": ["optimizer.tables.name=partial_rowwise_adam", "optimizer.tables.state_dtype=BF16"],
@@ -60,7 +60,7 @@ def cases() -> dict[str, list[str]]:
     overrides = {}
     for kernel, dtype, optimizer in product(ComputeKernel, DataType, TableOptimizer):
         if optimizer.value.path is None and kernel is not ComputeKernel.fused:
-            continue  # which configs refuse
+            continue  # configs refuse this
         tables = ("user", "item", "category")
         options = [f"tables.{table}.compute_kernel={kernel.name}" for table in tables]
         options += [f"tables.{table}.data_type={dtype.name}" for table in tables]
@@ -73,7 +73,7 @@ def cases() -> dict[str, list[str]]:
 
 
 def measure(overrides: list[str], world: World) -> dict[str, Any]:
-    """Train some steps and a bad one; return the losses, what the bad one changed, and what the host waited for."""
+    """Train some steps and a bad one; return the losses, what the bad step changed, and where the host waited."""
     config = load_config(CONFIG, [f"train.global_batch_size={BATCH_SIZE}", "train.max_bad_steps=9", *overrides])
     try:
         instead = check_device(config, world.device.type == "cuda")
@@ -113,7 +113,7 @@ def _of_all(num_updates: int, _: str) -> int:
 
 
 def _state(built: Built) -> dict[str, torch.Tensor]:
-    """Return copies of all that training changes, as bytes on the host, by name."""
+    """Return copies of everything that training changes, as bytes on the host, by name."""
     tensors = dict(built.dense_model.state_dict())
     for number, state in enumerate(built.dense_optimizer.state.values()):
         tensors |= {f"optimizer {number} {name}": value for name, value in state.items() if torch.is_tensor(value)}
@@ -127,7 +127,7 @@ def _state(built: Built) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _host_waits(device: torch.device) -> Iterator[Counter[str]]:
-    """Count where the host waits for a GPU, by file and line; events that it waits for are not among them."""
+    """Count by file and line where the host waits for a GPU, except for waits for events."""
     places: Counter[str] = Counter()
     if device.type != "cuda":
         yield places
@@ -143,9 +143,9 @@ def _host_waits(device: torch.device) -> Iterator[Counter[str]]:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Carry out `benchmark.py matrix`; a case that fails is told by its error, and others go on.
+    """Carry out `benchmark.py matrix`; if a case fails, its error is its result, and the others continue.
 
-    Cases that the file to write has are not measured again, so that this can start anew where a GPU gives nothing but
+    Cases that are in the output file are not measured again, so that this can restart itself if a GPU only returns
     errors after one.
     """
     quiet_libraries()
@@ -170,7 +170,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _answers(device: torch.device) -> bool:
-    """Return whether a device still computes: after some errors a process's GPU does not."""
+    """Return whether a device still computes; after some errors, the GPU of a process does not."""
     try:
         return bool(torch.ones(1, device=device).item())
     except RuntimeError:

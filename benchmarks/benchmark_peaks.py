@@ -1,4 +1,4 @@
-"""Peaks of memory, predicted and measured, of runs of many shapes; see `benchmark.py peaks --help`."""
+"""Predicted and measured peaks of memory of runs of many shapes; see `benchmark.py peaks --help`."""
 
 import argparse
 import json
@@ -28,10 +28,10 @@ class Case:
     """A run of some steps on random rows.
 
     Attributes:
-        rows: of the data. ids: features of one id, s0, s1 …; lists: features l0, l1 … of 0 to 2 * `length` ids.
-        num_embeddings, dim: of the tables t0, t1 …, which the features of a number share; table: their other settings.
-        nproc: ranks.
-        model: settings of the model, a DLRM unless it says otherwise.
+        rows: of the data. ids: features with one id, s0, s1 … lists: features with 0 to 2 * `length` ids, l0, l1 …
+        num_embeddings, dim: of the tables t0, t1 …; features of the same number share one. table: other settings.
+        nproc: number of ranks.
+        model: settings of the model, a DLRM by default.
         overrides: key=value.
     """
 
@@ -47,7 +47,7 @@ class Case:
     overrides: tuple[str, ...] = ()
 
     def settings(self, data: Path) -> dict[str, Any]:
-        """Return the config as train.py takes it."""
+        """Return the config for train.py."""
         table = {"num_embeddings": self.num_embeddings, "embedding_dim": self.dim, **self.table}
         return {
             "data": {"train": str(data), "label_column": "label"},
@@ -180,7 +180,7 @@ def measure(case: Case, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     """Train a case in a folder and return the `peak` of each rank's report.
 
     Raises:
-        RuntimeError: the run fails; with the end of what it says.
+        RuntimeError: the run fails; the message has the end of its output.
     """
     write_rows(case, folder / "data")
     (folder / "config.yaml").write_text(yaml.safe_dump(case.settings(folder / "data")))
@@ -189,10 +189,10 @@ def measure(case: Case, folder: Path, *overrides: str) -> list[dict[str, Any]]:
 
 
 def train(config: Path, run_dir: Path, nproc: int, *overrides: str) -> list[dict[str, Any]]:
-    """Train a config in so many processes, and return the report of each.
+    """Train a config in `nproc` processes, and return the report of each.
 
     Raises:
-        RuntimeError: the run fails; with the end of what it says.
+        RuntimeError: the run fails; the message has the end of its output.
     """
     command = [*launch_command(nproc), "train.py", str(config), f"run.dir={run_dir}", *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
@@ -202,12 +202,12 @@ def train(config: Path, run_dir: Path, nproc: int, *overrides: str) -> list[dict
 
 
 def is_near(predicted: int, measured: int) -> bool:
-    """Whether a prediction is within 5 % or 32 MiB."""
+    """Whether a prediction is within 5 % or 32 MiB of what was measured."""
     return abs(predicted - measured) < max(32 * MIB, 0.05 * measured)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Carry out `benchmark.py peaks`; the file is written after each case, and one that fails is told by its error."""
+    """Carry out `benchmark.py peaks`; write the file after each case. If a case fails, its error is its result."""
     peaks: dict[str, Any] = {}
     result = {"overrides": arguments.overrides, "peaks": peaks, "versions": installed_versions()}
     names = [name for name in arguments.only or CASES if CASES[name].nproc <= arguments.ranks]

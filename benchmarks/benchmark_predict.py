@@ -1,4 +1,4 @@
-"""Rate of predictions against that of evaluation, and their memory; see `benchmark.py predict --help`."""
+"""Speed of predictions compared with evaluation, and their memory; see `benchmark.py predict --help`."""
 
 import argparse
 import os
@@ -22,16 +22,16 @@ from recsys.training.evaluation import evaluate_dataset
 from recsys.training.learning import learn_facts
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = 10  # one that is drawn, and its links: nothing that predict keeps goes by what the rows hold
+FILES = 10  # one file of drawn rows, and links to it: the memory of predict does not depend on what rows hold
 
 
 def recsys(*words: str) -> list[str]:
-    """Return a command line."""
+    """Return the command line of `recsys WORDS`."""
     return [sys.executable, "-m", "recsys", *words]
 
 
 def prepared(rows: int) -> tuple[Path, Path]:
-    """Return a run of the sample's config, and a folder of rows to predict; made if they are not there."""
+    """Return a run of the sample's config, and a folder of rows to predict; make them if they are missing."""
     folder = ROOT / f"data/.cache/predict-benchmark/{rows}-rows"
     if not (folder / "logs/_prepared.json").exists():
         made = ["--test-rows", str(rows // FILES), "--files", "1", "--out", str(folder / "logs"), "--overwrite"]
@@ -49,7 +49,7 @@ def prepared(rows: int) -> tuple[Path, Path]:
 
 
 def rates(run_dir: Path, data: Path, repeats: int, overrides: list[str]) -> dict[str, dict[str, list[float]]]:
-    """Return rows a second, and a second of CPU, of the evaluation that training makes, and of predictions, in turn."""
+    """Return rows per second, and per second of CPU time, of training's evaluation and of predictions, run in turn."""
     run = find_run(str(run_dir), [*overrides, f"data.test={data}"])
     with open_world(run.config.run.device, run.config.run.num_threads) as world:
         opened = OpenRun(run.in_order(1), world, [], run.given("rows", str(data), None))
@@ -59,7 +59,7 @@ def rates(run_dir: Path, data: Path, repeats: int, overrides: list[str]) -> dict
 
 
 def in_turn(run: Finished, opened: OpenRun, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Return what `rates` returns; the first evaluation and prediction do not count, since they are slower."""
+    """Return the result of `rates`; the first evaluation and prediction do not count, because they are slower."""
     inputs = learn_facts(open_inputs(run.config, opened.world, roles=["test"]), run.run_dir, opened.source)
     task, number = {"columns": ["user_id", "item_id"]}, count()
     actions: dict[str, Callable[[Path], object]] = {
@@ -81,7 +81,7 @@ def in_turn(run: Finished, opened: OpenRun, repeats: int) -> dict[str, dict[str,
 
 
 def peak_bytes(run_dir: Path, data: Path, overrides: list[str]) -> int:
-    """Return the most memory that `recsys predict` had resident, in a process of its own."""
+    """Return the peak of resident memory of `recsys predict`, run in a process of its own."""
     with tempfile.TemporaryDirectory() as out:
         process = subprocess.Popen(recsys("predict", str(run_dir), str(data), out, *overrides), cwd=ROOT)
         _, status, usage = os.wait4(process.pid, 0)
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Carry out `benchmark.py predict`."""
     run_dir, data = prepared(arguments.rows)
     first = min(data.glob("*.parquet"))
-    peaks = {  # before this process is large: a child's peak is at least what its parent had
+    peaks = {  # before this process grows: the peak of a child is at least the memory of its parent
         str(rows): peak_bytes(run_dir, path, arguments.overrides)
         for rows, path in ((arguments.rows // FILES, first), (arguments.rows, data))
     }

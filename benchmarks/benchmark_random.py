@@ -1,4 +1,4 @@
-"""Peaks of memory, predicted and measured, of runs of random configs and data; see `benchmark.py random --help`."""
+"""Predicted and measured peaks of memory of runs of random configs and data; see `benchmark.py random --help`."""
 
 import argparse
 import tempfile
@@ -14,10 +14,10 @@ from recsys.runtime.versions import installed_versions
 
 
 def measure(seed: int, folder: Path, *overrides: str) -> list[dict[str, Any]]:
-    """Train the run of a seed in a folder and return of each rank the bytes of its phases, and of its peak, as `peak`.
+    """Train the run of a seed in a folder; return for each rank the bytes of its phases, and of its peak, as `peak`.
 
     Raises:
-        RuntimeError: the run fails; with the end of what it says.
+        RuntimeError: the run fails; the message has the end of its output.
     """
     run = random_runs.make(seed)
     reports = train(run.write(folder), folder / "run", run.nproc, *overrides)
@@ -36,7 +36,7 @@ def measure(seed: int, folder: Path, *overrides: str) -> list[dict[str, Any]]:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Carry out `benchmark.py random`; seeds that the file to write has already are not run again."""
+    """Carry out `benchmark.py random`; seeds that are in the output file are not run again."""
     result = {"ranks": {}, "missed": [], **earlier(arguments.out, {"overrides": arguments.overrides})}
     ranks, missed = result["ranks"], result["missed"]
     for seed in [each for each in arguments.seeds if str(each) not in ranks]:

@@ -24,7 +24,7 @@ def run_seed(config: str, seed: int, overrides: list[str], folder: Path) -> dict
 
 
 def summarise(config: str, overrides: list[str], results: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Return mean, sample standard deviation and each seed's value of every test metric, with where it was measured."""
+    """Return mean, sample standard deviation and values by seed of every test metric, and where they were measured."""
     first = next(iter(results.values()))
     metrics = {}
     for name in first["metrics"]["test"]:
@@ -45,7 +45,7 @@ def summarise(config: str, overrides: list[str], results: dict[int, dict[str, An
 
 
 def earlier_seeds(content: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return the results of the seeds that a summary has, as `run_seed` returns them."""
+    """Return the results of the seeds in a summary, in the form of `run_seed`."""
     of_all: dict[str, Any] = {key: content[key] for key in ("device", "versions", "git_commit") if key in content}
     return {
         seed: {

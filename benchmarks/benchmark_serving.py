@@ -1,10 +1,10 @@
-"""Exports: rows scored a second, how long a request of 100 candidates takes, and how long opening a large table takes.
+"""Exports: rows scored per second, time of a request with 100 candidates, and time of opening a large table.
 
     python benchmarks/benchmark_serving.py EXPORT ROWS.parquet --out benchmarks/serving.json
 
-EXPORT is a folder of `recsys export`, ROWS are data that it scores; recsys and torch are not imported. For the large
-table EXPORT is copied, with one of its hashed tables as long as `--gib` of vectors, all written and not in memory; the
-copy is removed afterwards.
+EXPORT is a folder of `recsys export`, ROWS are data for it to score; recsys and torch are not imported. For the large
+table, EXPORT is copied, and one of its hashed tables gets `--gib` of vectors, all on disk and not in memory; the copy
+is removed afterwards.
 """
 
 import argparse
@@ -26,7 +26,7 @@ CANDIDATES, REQUESTS, ROWS = 100, 500, 8192
 
 
 def rates(score: dict[str, Any], folder: Path, data: Path) -> dict[str, float]:
-    """Return rows scored a second in batches, and percentiles of requests in milliseconds."""
+    """Return rows scored per second in batches, and percentiles of the time of requests in milliseconds."""
     scorer = score["Scorer"](folder)
     table = pq.read_table(data).slice(0, 20 * ROWS)
     scorer.score(table.slice(0, ROWS))
@@ -47,7 +47,7 @@ def rates(score: dict[str, Any], folder: Path, data: Path) -> dict[str, float]:
 
 
 def large_copy(score: dict[str, Any], folder: Path, to: Path, gib: float) -> int:
-    """Copy an export with more rows in its first table, hashed to; return the bytes of that table."""
+    """Copy an export, with more rows in its first hashed table; return the bytes of that table."""
     shutil.copytree(folder, to)
     manifest = json.loads((to / "manifest.json").read_text())
     table = next(each for each in manifest["tables"].values() if each["mapping"]["type"] == "hash")
@@ -82,7 +82,7 @@ print(imported - start, opened - imported, first - opened, resource.getrusage(re
 
 
 def opening(folder: Path, data: Path) -> dict[str, float]:
-    """Return how long a new process takes to import, to open an export and for its first request, and its memory."""
+    """Return how long a new process needs for imports, opening an export and its first request, and its memory."""
     done = subprocess.run(
         [sys.executable, "-c", OPEN, str(folder), str(data)], capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""Distances of neighbouring rows of a file in the order of training; see `benchmark.py shuffle --help`."""
+"""How far apart neighbouring rows of a file are trained; see `benchmark.py shuffle --help`."""
 
 import argparse
 from itertools import product
@@ -11,7 +11,7 @@ from recsys.data.order import EpochOrder, RowGroups, Window, slice_bounds
 
 
 def training_places(num_groups: int, group_rows: int, num_streams: int, groups_in_window: int) -> np.ndarray:
-    """Return the time when each row of the files is trained, int64 [rows]: its place in its stream."""
+    """Return when each row of the files is trained, int64 [rows], as its place in its stream."""
     zeros = np.zeros(num_groups, np.int32)
     rows = np.full(num_groups, group_rows, np.int64)
     groups = RowGroups(("file",), zeros, np.arange(num_groups, dtype=np.int32), rows, rows)
@@ -30,7 +30,7 @@ def _rows(window: Window, group_rows: int) -> np.ndarray:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Carry out `benchmark.py shuffle`: for each setting, the distances of rows that are neighbours in the file."""
+    """Carry out `benchmark.py shuffle`: return for each setting the distances of neighbouring rows of the file."""
     results = []
     steps = arguments.groups * arguments.group_rows // arguments.batch_size
     print("| num_streams | row groups in a window | median distance, of the epoch | in the same batch, times chance |")

@@ -1,4 +1,4 @@
-"""Our trainer, from Parquet, against a bare torchrec loop over batches in memory; see `benchmark.py step --help`."""
+"""Our trainer, reading Parquet, against a bare torchrec loop on batches in memory; see `benchmark.py step --help`."""
 
 import argparse
 import json
@@ -39,10 +39,10 @@ ROWS = 2_097_152
 NUM_EMBEDDINGS, DIM = 200_000, 16
 BATCHES_IN_MEMORY = 64
 PROFILED_STEPS = 60
-# The part of a step that an event of the profiler belongs to. Events of the first kind are inside those of the second,
-# and taken off them.
+# Events of the profiler that belong to each part of a step. Events of LOOKUP are inside the range `forward`, those of
+# TABLE_BACKWARD inside `backward`, and are subtracted from these.
 LOOKUP = re.compile(r"^fbgemm::split_embedding_codegen_lookup|^fbgemm::dense_embedding_codegen_lookup")
-TABLE_BACKWARD = re.compile(r"^fbgemm::split_embedding_backward.*_wrapper$")  # with the time of the one inside it
+TABLE_BACKWARD = re.compile(r"^fbgemm::split_embedding_backward.*_wrapper$")  # includes the operator that it calls
 RANGES = {
     "wait": re.compile(r"^next batch$"),
     "input_distribution": re.compile(r"^## (start|wait)_sparse_data_dist"),
@@ -53,13 +53,13 @@ RANGES = {
 
 
 class Ours:
-    """The trainer of this project, as train.py runs it."""
+    """The trainer of this project, run like train.py does."""
 
     def __init__(self, config: Config, world: World) -> None:
         self._inputs: Inputs = open_inputs(config, world)
         self._built = build_model(self._inputs)
         self._config, self._world = config, world
-        self.num_threads = torch.get_num_threads()  # as open_world chose it
+        self.num_threads = torch.get_num_threads()  # chosen by open_world
 
     def measure(self) -> dict[str, float]:
         """Train train.max_steps steps from the first row on; return rows/s and the share of time waiting for data."""
@@ -80,7 +80,7 @@ class Ours:
             return [pinned(bare_batch(batch), self._world.device) for batch in islice(batches, BATCHES_IN_MEMORY)]
 
     def profile(self, steps: int) -> dict[str, float]:
-        """Return ms per step of each part, over `steps` steps after as many; few rows are read in several epochs."""
+        """Return ms per step of each part, over `steps` steps after as many for warming up; rows may repeat."""
         torch.set_num_threads(self.num_threads)
         loader = self._inputs.loader("train")
         pipeline = build_pipeline(
@@ -107,7 +107,7 @@ def _profile(bare: Bare, num_threads: int) -> dict[str, float]:
 
 
 class Marked(Iterator[Any]):
-    """Passes batches on, as a range of the profiler."""
+    """Passes batches on, marking the wait for each as a range of the profiler."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -118,7 +118,7 @@ class Marked(Iterator[Any]):
 
 
 def profiled(progress: Callable[[Any], Any], batches: Iterator[Any], steps: int) -> dict[str, float]:
-    """Return ms per step by part, of `steps` steps after as many to warm up; profiling itself costs some of it."""
+    """Return ms per step by part, over `steps` steps after as many for warming up; this includes profiling itself."""
     marked = Marked(batches)
     for _ in range(steps):
         progress(marked)
@@ -171,7 +171,7 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
                 last = {name: values[-1] for name, values in rates.items() if values}
                 shown = {name: round(value, 3 if name == "wait_share" else None) for name, value in last.items()}
                 print(f"batch {batch_size}, repeat {repeat}: {shown}", flush=True)
-        # The first warms up.
+        # The first repeat only warms up.
         counted: dict[str, list[float]] = {name: values[1:] for name, values in rates.items() if values}
         counted["ours_threads"] = [ours.num_threads]
         if arguments.only:
@@ -183,7 +183,7 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
 
 
 def compared(rates: dict[str, list[float]], arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """Return medians of the repeats' rates by name, and their ratios: ours to the bare loop with its best threads."""
+    """Return medians of the rates by name, and the ratios of ours to the bare loop with its best number of threads."""
     medians = {name: statistics.median(values) for name, values in rates.items()}
     best = max(arguments.threads, key=lambda threads: medians[f"bare_{threads}"])
     ratios = [a / b for a, b in zip(rates["ours"], rates[f"bare_{best}"], strict=True)]
@@ -202,10 +202,11 @@ def compared(rates: dict[str, list[float]], arguments: argparse.Namespace, ranks
 
 
 def measure_apart(arguments: argparse.Namespace, data: Path, batch_size: int) -> dict[str, Any]:
-    """Measure ours and the bare loop in processes of their own, in turn, each with the settings that its user has:
-    ours as train.py starts itself, the bare loop with those of glibc and libgomp, without huge pages."""
-    of_glibc = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}  # as it comes to have
-    of_gnu = of_glibc | {"GOMP_SPINCOUNT": str(300_000)}  # as libgomp has it
+    """Measure ours and the bare loop in separate processes, in turn, each with the settings that its users have:
+    ours with those of train.py, the bare loop with the defaults of glibc and libgomp, without huge pages."""
+    # glibc raises its thresholds to these while a process runs.
+    of_glibc = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
+    of_gnu = of_glibc | {"GOMP_SPINCOUNT": str(300_000)}  # the default of libgomp
     settings = {"ours": MALLOC_SETTINGS, "bare": {"GLIBC_TUNABLES": "", "THP_MEM_ALLOC_ENABLE": "0", **of_gnu}}
     pairs: list[dict[str, float]] = []
     for _ in range(arguments.repeats):
@@ -223,7 +224,7 @@ def measure_apart(arguments: argparse.Namespace, data: Path, batch_size: int) ->
 
 
 def launch_ranks(arguments: argparse.Namespace, data: Path, batch_size: int) -> dict[str, Any]:
-    """Do `measure_batch_size` under torchrun; anew for each batch size, since its store serves one process group."""
+    """Do `measure_batch_size` under torchrun, once for each batch size, because its store serves one process group."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         changed = ["--batch-size", str(batch_size), "--out", str(out)]
@@ -233,7 +234,7 @@ def launch_ranks(arguments: argparse.Namespace, data: Path, batch_size: int) -> 
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Carry out `benchmark.py step`. What stands at the top of the result is of the batch size with the least ratio."""
+    """Carry out `benchmark.py step`; the top of the result has the figures of the batch size with the least ratio."""
     data = benchmark_training.files(min(ROWS, arguments.rows))
     measure = launch_ranks if arguments.ranks > 1 and "RANK" not in os.environ else measure_batch_size
     measure = measure_apart if arguments.apart else measure

@@ -1,4 +1,4 @@
-"""Steps a second that a dry run predicts, against those of training; see `benchmark.py time --help`."""
+"""Speed that a dry run predicts, compared with that of training; see `benchmark.py time --help`."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from launcher import launch_command
 from recsys.runtime.versions import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent
-# Of configs/, without evaluations; `drawn` is what `benchmark.py step` trains.
+# Configs of configs/, without evaluations; `drawn` is the config of `benchmark.py step`.
 CONFIGS: dict[str, tuple[str, ...]] = {
     "drawn, 2,048 rows": ("drawn",),
     "drawn, 8,192 rows": ("drawn", "train.global_batch_size=8192"),
@@ -30,7 +30,7 @@ CONFIGS: dict[str, tuple[str, ...]] = {
 }
 _ALONE = ("data.valid=null", "data.test=null", "train.eval_every_epochs=null", "train.early_stop.metric=null",
           "optimizer.schedule.name=constant")  # fmt: skip
-_LINES = 8  # of speed, of a training
+_LINES = 8  # lines with the speed in each training, besides the first
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _config(name: str, folder: Path) -> list[str]:
-    """Return config file and overrides."""
+    """Return a config's file and overrides."""
     config, *overrides = CONFIGS[name]
     if config == "drawn":
         config = str(folder / "drawn.yaml")
@@ -84,7 +84,7 @@ def _output(command: list[str]) -> str:
 
 
 def _predicted(name: str, ranks: int, speeds: Path, folder: Path, threads: int) -> float:
-    """Return samples/s by the dry run."""
+    """Return the samples/s that a dry run predicts."""
     words = [f"topology.speeds={speeds}", f"topology.world_size={ranks}", f"run.num_threads={threads}"]
     words += [f"run.dir={folder}/dry", "memory.fit=false"]
     _output([sys.executable, "train.py", *_config(name, folder), "--dry-run", *words])
@@ -93,7 +93,7 @@ def _predicted(name: str, ranks: int, speeds: Path, folder: Path, threads: int) 
 
 
 def _measured(name: str, ranks: int, rows: float, folder: Path, threads: int) -> float:
-    """Return samples/s of a training of about so many rows: the median of its lines of speed, but for the first."""
+    """Return the samples/s of a training of about `rows` rows: the median of the speeds it logs, except the first."""
     config = _config(name, folder)
     batch = _batch(config)
     steps = max(5, int(rows / batch / _LINES))

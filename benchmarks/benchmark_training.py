@@ -1,4 +1,4 @@
-"""Speed of a whole training run and its share of time waiting for data; see `benchmark.py training --help`."""
+"""Speed of a whole training run, and its share of time waiting for data; see `benchmark.py training --help`."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ ROWS_PER_FILE, ROW_GROUP_ROWS = 262_144, 65_536
 
 
 def write_files(folder: Path, num_rows: int) -> None:
-    """Write 8 ids popular by a power law, 4 floats and a label that depends on them."""
+    """Write 8 ids with power-law popularity, 4 floats and a label that depends on these."""
     generator = np.random.default_rng(1)
 
     def tables() -> Any:
@@ -37,7 +37,7 @@ def write_files(folder: Path, num_rows: int) -> None:
 
 
 def config_text(data: Path) -> str:
-    """Return a DLRM of 8 tables of dimension 16, in steps of 2048 rows."""
+    """Return the config of a DLRM with 8 tables of dimension 16, and steps of 2048 rows."""
     ids = ", ".join(f"id_{i}: {{table: t{i}}}" for i in range(NUM_IDS))
     floats = ", ".join(f"float_{i}: {{type: float}}" for i in range(NUM_FLOATS))
     tables = ", ".join(f"t{i}: {{num_embeddings: 200000, embedding_dim: 16}}" for i in range(NUM_IDS))
@@ -49,7 +49,7 @@ def config_text(data: Path) -> str:
 
 
 def files(num_rows: int) -> Path:
-    """Return the folder of the files, which are written if they are not there."""
+    """Return the folder of the files; write them if they are missing."""
     data = ROOT / f"data/.cache/training-benchmark/{num_rows}-rows"
     if not data.exists():
         write_files(data.with_suffix(".tmp"), num_rows)

@@ -1,10 +1,10 @@
-"""What each way to save memory saves and costs: one model and data set under every strategy, single and stacked.
+"""What each way to save memory saves and costs: one model and data set with every strategy, single and stacked.
 
     python benchmarks/compare_strategies.py configs/dlrm_frappe.yaml --seeds 1 2 3 --out benchmarks/strategies_frappe
 
-Every run is a process of its own, so that peaks are its own. The first strategy is plain torch: FP32 nn.Embedding,
-dense gradients, Adam over everything (`plain_torch.py`). Writes OUT.json, OUT.md and OUT.svg; runs that are in OUT.json
-are not repeated, so that it can be stopped and started again.
+Every run has its own process, so that peaks are its own. The first strategy is plain torch: FP32 nn.Embedding, dense
+gradients, Adam for all parameters (`plain_torch.py`). Writes OUT.json, OUT.md and OUT.svg; runs that are in OUT.json
+are not repeated, so that this can be stopped and started again.
 """
 
 import argparse
@@ -42,9 +42,9 @@ class Strategy:
 
     Attributes:
         overrides: of the config.
-        command: the script that trains, and its options; nproc: processes.
-        shared: whether the features of the large tables share one of half the rows.
-        teacher: overrides of a run that is trained first, and whose scores are learned beside the labels; None: none.
+        command: the script that trains, and its options. nproc: processes.
+        shared: whether the large tables are replaced by one shared table with half of all their rows.
+        teacher: overrides of a run that is trained first, whose scores are learned in addition to the labels, or None.
     """
 
     name: str
@@ -65,12 +65,12 @@ def strategies(
     """Return the strategies that fit a config.
 
     Args:
-        of_plain: further overrides for plain torch; of_state: for Adagrad, with which strategies are tried one by one;
-            of_rowwise: for row-wise Adagrad; of_stack: for stacks, from half the dimension on.
+        of_plain: further overrides for plain torch. of_state: for Adagrad, with which single strategies are tried.
+            of_rowwise: for row-wise Adagrad. of_stack: for stacks, from half the dimension on.
     """
     tables = config.tables
     large = {name: table for name, table in tables.items() if table.num_embeddings > SMALL_TABLE}
-    told_apart = getattr(config.model, "item_id", None)  # by a row of their own
+    told_apart = getattr(config.model, "item_id", None)  # items must each have a row of their own
     composed = [name for name in large if not told_apart or config.features[told_apart].table != name]
 
     def each(setting: Callable[[str], str], names: Any = tables) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ def strategies(
             *each(lambda name: "num_buckets=8", large),
         )
 
-    # State for every element: what a strategy saves by itself shows beside "in-backward update, full state".
+    # State for every element: compared with "in-backward update, full state", this shows what a strategy alone saves.
     full = ("optimizer.tables={name: adagrad, learning_rate: 0.02}", *of_state)
     own = config.optimizer.tables.name.name
     fp16 = each(lambda name: "data_type=FP16")
@@ -173,7 +173,7 @@ def strategies(
 
 
 def run_once(strategy: Strategy, config: str, overrides: list[str], seed: int) -> dict[str, Any]:
-    """Train one strategy with one seed; return its test metrics, samples/s and bytes by kind, of all ranks together."""
+    """Train one strategy with one seed; return its test metrics, samples/s and bytes by kind, summed over all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         launcher = launch_command(strategy.nproc)
@@ -198,7 +198,7 @@ def _run(name: str, command: list[str]) -> None:
 
 
 def share_a_table(config: str, overrides: list[str], folder: Path) -> tuple[str, list[str]]:
-    """Return a config file and overrides in which the large tables are one, as wide as the widest."""
+    """Return a config file and overrides in which one table, as wide as the widest, replaces the large tables."""
     whole = load_config(config, overrides)
     large = {name: table for name, table in whole.tables.items() if table.num_embeddings > SMALL_TABLE}
     rows = sum(table.num_embeddings for table in large.values()) // 2
@@ -227,7 +227,7 @@ def _memory_of_ranks(run_dir: Path, world_size: int) -> dict[str, Any]:
 
 
 def _served_bytes(run_dir: Path, reports: list[dict[str, Any]]) -> int:
-    """Return the bytes of the tables' rows as `recsys export` writes them: in the codes they were trained for."""
+    """Return the bytes of the tables' rows in the form that `recsys export` writes: in the codes of `quantize`."""
     tables = load_config(run_dir / "config.yaml").tables
     rows: dict[str, int] = {}
     for entry in (entry for report in reports for entry in report["tables"]):
@@ -237,9 +237,9 @@ def _served_bytes(run_dir: Path, reports: list[dict[str, Any]]) -> int:
 
 
 def summarise(runs: list[dict[str, Any]], metric: str) -> dict[str, Any]:
-    """Return a strategy's figures over its seeds: means, and medians of what the machine's noise moves.
+    """Return a strategy's figures over its seeds: means, but medians of figures that depend on the machine's noise.
 
-    `peak_bytes`, above imports, is None of runs that were made before it was kept.
+    `peak_bytes`, the memory above that after imports, is None for runs from before it was recorded.
     """
     memory = runs[0]["memory"]
     above = [run["peak_bytes"] for run in runs if "peak_bytes" in run]
@@ -258,7 +258,7 @@ def summarise(runs: list[dict[str, Any]], metric: str) -> dict[str, Any]:
 
 
 def as_markdown(result: dict[str, Any]) -> str:
-    """Return the table for people."""
+    """Return the results as a Markdown table."""
     metric, rows = result["metric"], result["strategies"]
     plain = rows[PLAIN]["summary"]
     lines = [
@@ -279,7 +279,7 @@ def as_markdown(result: dict[str, Any]) -> str:
 
 
 def as_svg(result: dict[str, Any]) -> str:
-    """Return a bar for each strategy's tables, on a logarithmic scale, and a dot for its metric."""
+    """Return an SVG with a bar for the tables of each strategy, on a logarithmic scale, and a dot for its metric."""
     sizes = {name: row["summary"]["table_bytes"] for name, row in result["strategies"].items()}
     scores = [row["summary"][result["metric"]] for row in result["strategies"].values()]
     least, most, worst = min(sizes.values()) / 2, max(sizes.values()), min(scores)
@@ -292,7 +292,7 @@ def as_svg(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Parse the command line, run what is missing, write the three files after each run."""
+    """Parse the command line, do the missing runs, and write the three files after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", metavar="key=value", nargs="*")
@@ -332,7 +332,7 @@ def main() -> None:
 
 
 def write(arguments: argparse.Namespace, chosen: list[Strategy], runs: dict[str, dict[str, Any]]) -> None:
-    """Write the three files of the runs that there are, by strategy and seed."""
+    """Write the three files from the runs so far, which are given by strategy and seed."""
     result = {
         "config": arguments.config,
         "overrides": arguments.overrides,

@@ -1,14 +1,14 @@
-"""Exports of configs: what score.py computes where torch is not installed, beside what the run itself does.
+"""Exports of configs: compare what score.py computes in an environment without torch with what the run computes.
 
     python -m venv /tmp/without-torch && /tmp/without-torch/bin/pip install numpy pyarrow onnxruntime
     python benchmarks/exports.py configs/*.yaml docs/own_model.md --python /tmp/without-torch/bin/python \\
         --out benchmarks/exports.json
 
-Each config trains 40 steps on its data, which its first lines tell how to prepare, and is exported; of a page, the
-config and the model in its blocks. 10,000 rows are drawn from its test part, with items drawn from data.items; a
-retrieval model recommends 20 items for each, too. Written are the largest differences of scores (of lists place by
-place), and how many lists have other items in a place: equal scores come in any order. A config that the file has
-already is left out.
+Each config trains 40 steps on its data, which its first lines say how to prepare, and is exported; for a page, these
+are the config and the model in its blocks. 10,000 rows are drawn from its test part, with items drawn from data.items;
+a retrieval model also recommends 20 items for each. The output has the largest differences of scores (in lists, place
+by place), and how many lists have different items in some place: equal scores may come in any order. A config that is
+in the output file already is left out.
 """
 
 import argparse
@@ -42,7 +42,7 @@ NO_EVALUATION = ("data.valid=null", "data.test=null", "train.early_stop.metric=n
 
 
 def draw_rows(config: Config) -> pa.Table:
-    """Return rows of the test part (else valid, train), each with the columns of an item for a retrieval model."""
+    """Return rows of the test part (else valid, else train); for a retrieval model each has the columns of an item."""
     generator, data = np.random.default_rng(0), config.data
     rows = ds.dataset(str(ROOT / str(data.test or data.valid or data.train))).to_table()
     rows = rows.take(generator.integers(0, len(rows), ROWS))
@@ -55,13 +55,13 @@ def draw_rows(config: Config) -> pa.Table:
 
 
 def numbers(column: pa.ChunkedArray) -> np.ndarray:
-    """Return scores, or those of all lists one behind the other, as float64."""
+    """Return scores, or those of all lists end to end, as float64."""
     array = column.combine_chunks()
     return np.asarray(array if pa.types.is_floating(array.type) else array.flatten(), np.float64)
 
 
 def config_of_page(page: Path, folder: Path) -> Path:
-    """Write the files that blocks of a page have as their title, with its model among them; return the config."""
+    """Write each block of a page that has a file name as its title to that file; return the path of the config."""
     blocks = re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', page.read_text(), re.DOTALL | re.MULTILINE)
     for title, text in blocks:
         (folder / title).write_text(text)
@@ -69,7 +69,7 @@ def config_of_page(page: Path, folder: Path) -> Path:
 
 
 def compare(config: Path, python: Path, folder: Path) -> dict[str, float | int]:
-    """Train, export, and return how far scores and items of the run and of score.py are apart."""
+    """Train, export, and return how much scores and items of the run and of score.py differ."""
 
     def recsys(*words: object) -> None:
         command = [sys.executable, "-m", "recsys", *map(str, words)]
@@ -107,7 +107,7 @@ def compare(config: Path, python: Path, folder: Path) -> dict[str, float | int]:
 
 
 def main() -> None:
-    """Compare config after config, and write."""
+    """Compare one config after the other, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", metavar="CONFIG", type=Path, nargs="+")
     parser.add_argument("--python", type=Path, required=True, help="of an environment without torch")

@@ -1,7 +1,7 @@
-"""How often decoding asks for Python's lock, by NumPy and compiled: what keeps threads from running side by side.
+"""How often decoding asks for Python's lock, by NumPy and compiled, which keeps threads from running in parallel.
 
 A small library in C, loaded before the others, counts how often each mutex is locked; the most frequent one is that of
-Python's lock, which is locked once to take it and once to give it away. It needs a C compiler and Linux.
+Python's lock, which is locked once to take that and once to release it. It needs a C compiler and Linux.
 """
 
 import argparse
@@ -54,14 +54,14 @@ long most_locked(int reset) {
     return most;
 }
 """
-WINDOWS = 4  # the first ones, in which ids are new, and those that are counted
+WINDOWS = 4  # how many first windows, with new ids, are skipped, and how many are then counted
 
 
 def count(shape: str, data: Path, library: str, compiled: bool) -> int:
-    """Return how often decoding one window of 65,536 rows takes the lock, in the mean of a few."""
+    """Return how often decoding a window of 65,536 rows takes the lock, as the mean of a few windows."""
     arguments = argparse.Namespace(max_rows=100_000, dim=16, batch_size=65536)
     config = throughput.config_of(shape, data, arguments, ["data.num_threads=1", "run.num_threads=1"])
-    counter = ctypes.PyDLL(library)  # which keeps the lock
+    counter = ctypes.PyDLL(library)  # PyDLL, because its calls do not release the lock
     if compiled:
         loops.compile_loops()
     with open_world(config.run.device, 1) as world:
@@ -77,7 +77,7 @@ def count(shape: str, data: Path, library: str, compiled: bool) -> int:
 
 
 def main() -> None:
-    """Build the library and count in processes of its own, by shape; prints JSON, and writes it with --out."""
+    """Build the library, count in a new process for each shape and kind, and print JSON; --out writes it too."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shapes", nargs="+", choices=throughput.MODELS, default=list(throughput.MODELS))
     parser.add_argument("--out", type=Path)

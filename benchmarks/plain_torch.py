@@ -1,6 +1,6 @@
-"""The same config in plain torch: FP32 nn.Embedding tables with dense gradients, and Adam over everything.
+"""Train a config in plain torch: FP32 nn.Embedding tables with dense gradients, and Adam for all parameters.
 
-What `compare_strategies.py` holds the rest against. Data, ids, dense model, loss, early stopping and evaluation are
+`compare_strategies.py` compares the rest with this. Data, ids, dense model, loss, early stopping and evaluation are
 those of train.py; only the tables and their optimizer are not.
 """
 
@@ -41,11 +41,11 @@ from recsys.training.trainer import Trainer  # noqa: E402
 
 
 class PlainTables(nn.Module):
-    """A dense parameter for each table, and what a batch finds in them.
+    """A dense parameter for each table, and lookups in them.
 
     Args:
-        pad: fill each list up to the longest of the batch with row 0, and mask that out of the sum, as is done where
-            there are no jagged tensors.
+        pad: pad each list with row 0 to the longest of the batch, and mask that out of the sum, as is usual without
+            jagged tensors.
     """
 
     def __init__(self, config: Config, pad: bool) -> None:
@@ -59,7 +59,7 @@ class PlainTables(nn.Module):
             self.weights[name] = nn.Parameter(weights)
 
     def forward(self, ids: KeyedJaggedTensor) -> KeyedTensor:
-        """Return the sums of each feature's rows."""
+        """Return the sums of the rows of each feature."""
         lookup = self._padded if self._pad else self._summed
         vectors = [lookup(self.weights[table], ids[name]) for name, table in self._table_of.items()]
         return KeyedTensor(list(self._table_of), [v.shape[1] for v in vectors], torch.cat(vectors, dim=1))
@@ -85,7 +85,7 @@ class PlainTables(nn.Module):
 
 
 class PlainStep(nn.Module):
-    """The tables, then the dense half; `module` is itself, as if it were wrapped to be sharded."""
+    """The tables, then the dense half; `module` is the object itself, as if it were wrapped for sharding."""
 
     def __init__(self, embeddings: PlainTables, dense: nn.Module) -> None:
         super().__init__()
@@ -96,14 +96,14 @@ class PlainStep(nn.Module):
         return self
 
     def forward(self, batch: Batch) -> Any:
-        """As `TrainStep.forward`."""
+        """Do the same as `TrainStep.forward`."""
         return self.dense(self.embeddings(batch.ids), [], batch)
 
 
 def train(config: Config, run_dir: Path, pad: bool) -> dict[str, Any]:
-    """Train as train.py would, in one process, and return its metrics and what it held."""
+    """Train like train.py, in one process; return its metrics and the bytes that it held."""
     quiet_libraries()
-    config.debug = True  # the pipeline without overlap, which asks nothing of torchrec
+    config.debug = True  # uses the pipeline without overlap, which does not need torchrec
     config.data.num_threads = config.data.num_threads or 2
     with open_world(config.run.device, config.run.num_threads) as world:
         run_dir.mkdir(parents=True)

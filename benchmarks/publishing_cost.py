@@ -1,11 +1,11 @@
-"""What publishing costs a training: CPU seconds of what publishes, over those of the whole run.
+"""What publishing costs a training: CPU seconds of publishing, relative to those of the whole run.
 
     recsys prepare synthetic --out data/publishing --rows 400000 --users 100000 --items 30000
     python benchmarks/publishing_cost.py configs/dlrm_sample.yaml data.train=data/publishing/train \\
         --every-seconds 5 --out benchmarks/publishing_cost.json
 
-Counted as of publishing are all threads of the process while it publishes (the loader's, which go on meanwhile, too),
-the processes that it starts, and the marks of rows that each lookup sets. Publishing waits for what it starts.
+The time of publishing includes all threads of the process while it publishes (even those of the loader, which continue
+meanwhile), the processes that it starts and waits for, and the marking of rows in each lookup.
 """
 
 import argparse
@@ -36,18 +36,18 @@ from recsys.serving.publish import Publisher  # noqa: E402
 
 
 def used(who: int = resource.RUSAGE_SELF) -> float:
-    """Return the CPU seconds of this process, all its threads, or of those that it has started and that have ended."""
+    """Return the CPU seconds of all threads of this process, or of its child processes that have ended."""
     usage = resource.getrusage(who)
     return usage.ru_utime + usage.ru_stime
 
 
 def used_by_all() -> float:
-    """Return the CPU seconds of this process and of those that it has started."""
+    """Return the CPU seconds of this process and its child processes."""
     return used() + used(resource.RUSAGE_CHILDREN)
 
 
 def timed(owner: Any, name: str, clock: Callable[[], float], calls: list[float]) -> None:
-    """Replace a function by one that notes what each call takes by a clock."""
+    """Replace a function by one that appends to `calls` how long each call takes by a clock."""
     call = getattr(owner, name)
 
     @functools.wraps(call)
@@ -62,7 +62,7 @@ def timed(owner: Any, name: str, clock: Callable[[], float], calls: list[float])
 
 
 def kinds(published: Path) -> dict[str, Any]:
-    """Return the bytes of the publications that are still there, and of deltas over those of their rows."""
+    """Return the bytes of the publications that still exist, and for deltas the ratio to the bytes of their rows."""
     publications: dict[str, Any] = {}
     strides: dict[str, int] = {}
     for folder in sorted(published.iterdir(), key=lambda path: path.name.partition("-")[2]):
@@ -77,7 +77,7 @@ def kinds(published: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse the command line, train, write what was measured."""
+    """Parse the command line, train, and write what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", metavar="key=value", nargs="*")

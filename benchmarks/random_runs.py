@@ -1,4 +1,4 @@
-"""Runs of random configs and data: what a seed makes of sizes, types, models, ranks and settings."""
+"""Runs of random configs and data: a seed determines sizes, types, models, ranks and settings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-AFTER = range(100, 140)  # seeds that were fixed after predictions were mended
-_MOST_VALUES = 6_000_000  # of the data
+AFTER = range(100, 140)  # seeds that were chosen after predictions had been mended
+_MOST_VALUES = 6_000_000  # in the data
 _MOST_TABLE_NUMBERS = 120_000_000
 _STEP_FLOPS, _RUN_FLOPS = 2e10, 2e11
 _AUTOCAST_COST = 10  # on a CPU without instructions for it
@@ -24,10 +24,10 @@ class RandomRun:
     """A config, data for it, and a number of ranks.
 
     Attributes:
-        columns: by name the kind of column ("int64", "string", "list<int64>", "list<string>", "float"), how many
-            distinct ids it draws from, and the longest list.
-        row_group_rows: None: one row group for each file, as pyarrow writes by default.
-        num_items: of a retrieval model's corpus, whose ids are 0 … num_items - 1.
+        columns: name → kind of column ("int64", "string", "list<int64>", "list<string>", "float"), number of distinct
+            ids to draw from, and length of the longest list.
+        row_group_rows: rows of a row group; None: one row group per file, the default of pyarrow.
+        num_items: size of a retrieval model's corpus, whose ids are 0 … num_items - 1.
     """
 
     seed: int
@@ -96,7 +96,7 @@ def make(seed: int) -> RandomRun:
 
 
 class _Draw:
-    """Random choices, in the order in which they are asked for."""
+    """Random choices, which depend on the seed and the calls before."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng((seed, 0))
@@ -120,7 +120,7 @@ class _Draw:
 def _features(run: RandomRun, draw: _Draw, two_tower: bool) -> None:
     features: dict[str, Any] = {}
     tables: dict[str, Any] = {}
-    shared: dict[str, str] = {}  # by whether ids are texts, a table for more than one feature
+    shared: dict[str, str] = {}  # kind of ids → a table that several features may share
     values = numbers = 0
     for i in range(draw.log(2, 30)):
         text, is_list = draw.chance(_TEXT_SHARE), draw.chance(_LIST_SHARE)
@@ -238,7 +238,7 @@ def _train(run: RandomRun, draw: _Draw, two_tower: bool) -> dict[str, Any]:
 
 
 def _flops(run: RandomRun, batch: int, two_tower: bool) -> float:
-    """Return about what a step of the dense part computes."""
+    """Return roughly the FLOPs of a step of the dense part."""
     features, tables, model = run.settings["features"], run.settings["tables"], run.settings["model"]
     dims = [tables[feature["table"]]["embedding_dim"] for feature in features.values() if "table" in feature]
     first = sum(dims) if two_tower else len(dims) ** 2 // 2 + max(dims)

@@ -1,9 +1,9 @@
-"""Do two source trees train the same numbers? Losses of the first steps and final metrics of some configs, compared.
+"""Check that two source trees train the same numbers: losses of the first steps, and final metrics, of some configs.
 
     git worktree add ../before COMMIT
     python benchmarks/same_numbers.py ../before
 
-Both trees run under this Python, one after the other. The data sets have to be in this tree (recsys prepare).
+Both trees run under this Python, one after the other. The data sets must be in this tree (recsys prepare).
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def _numbers(tree: Path, config: str, nproc: int, steps: int, overrides: list[str]) -> dict[str, float]:
-    """Return the losses of the first steps and the final metrics of a run, by name."""
+    """Train; return by name the losses of the first steps and the final metrics."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         options = [f"run.dir={run_dir}", "train.log_every_steps=1", *_data(config), *overrides]
@@ -63,7 +63,7 @@ def _numbers(tree: Path, config: str, nproc: int, steps: int, overrides: list[st
 
 
 def _data(config: str) -> list[str]:
-    """Return overrides that name the data of this tree, wherever train.py runs."""
+    """Return overrides that name the data of this tree, for train.py in either tree."""
     data = load_config(ROOT / "configs" / f"{config}.yaml").data
     paths = {role: getattr(data, role) for role in ("train", "valid", "test", "items")}
     return [f"data.{role}={ROOT / path}" for role, path in paths.items() if path]

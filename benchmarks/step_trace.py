@@ -1,4 +1,4 @@
-"""What a GPU and its host do in a few steps, by torch's profiler."""
+"""What a GPU and its host do in a few steps, according to torch's profiler."""
 
 import time
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 TRACED_STEPS = 5
-NUM_SHOWN = 16  # of what the host does in them
+NUM_SHOWN = 16  # longest operations of the host that are listed
 
 
 def traced(step: Callable[[], Any], path: Path | None) -> dict[str, Any]:
-    """Trace a few steps; return the share of their time in which a GPU ran no kernel, and what the host did in it."""
+    """Trace a few steps; return the share of time in which the GPU ran no kernel, and what the host did."""
     on_gpu = torch.cuda.is_available()
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         start = time.perf_counter()
@@ -29,17 +29,17 @@ def traced(step: Callable[[], Any], path: Path | None) -> dict[str, Any]:
 
 
 def host_times(profiler: Any, seconds: float) -> list[dict[str, float]]:
-    """Return where the thread that trains was in the traced steps, and then that of autograd, if it has one.
+    """Return how the training thread, and then that of autograd if there is one, spent the traced steps.
 
-    Each is ms a step of the longest operations and calls of CUDA, without those that they made, and `python` for what
-    is in none of them.
+    Each entry has ms per step of the longest operations and CUDA calls, without those that they called, and `python`
+    for the time outside of all.
     """
     threads: dict[int, dict[str, float]] = {}
     for event in profiler.events() or []:
         if event.device_type == DeviceType.CPU:
             times = threads.setdefault(event.thread, {})
             times[event.name] = times.get(event.name, 0.0) + event.self_cpu_time_total / 1000
-    # Threads of the loader call CUDA too, but these two have more names than they.
+    # Threads of the loader call CUDA too, but have fewer different names than these two.
     both = sorted(threads.values(), key=len, reverse=True)[:2]
     shown = []
     for times in both:
@@ -50,7 +50,7 @@ def host_times(profiler: Any, seconds: float) -> list[dict[str, float]]:
 
 
 def idle_share(profiler: Any) -> float | None:
-    """Return the share of a profile in which the GPU ran no kernel; None: it knows of none."""
+    """Return the share of a profile in which the GPU ran no kernel, or None if the profile has no kernel."""
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profiler.events() or []

@@ -1,8 +1,9 @@
-"""Training throughput at the shapes that the field quotes, from batches on the device, page-locked ones, and Parquet.
+"""Training throughput for shapes quoted in the field, from batches on the device, in page-locked memory and in Parquet.
 
-`criteo` is DLRM with dots over 26 ids and 13 floats, `texts` the same with ids as Criteo's files have them, in eight
-hexadecimal digits; `multi_hot` MLPerf's DLRM-DCNv2, whose 26 lists have 1 to 100 ids. Tables are cut to `--max-rows`,
-and ids are made by a power law. Without variants, it is the loader alone. Prints a line a measurement, and writes JSON.
+`criteo` is DLRM with dots over 26 ids and 13 floats; `texts` is the same with ids like in Criteo's files, eight
+hexadecimal digits; `multi_hot` is MLPerf's DLRM-DCNv2, whose 26 lists have 1 to 100 ids. Tables are cut to
+`--max-rows`, and ids follow a power law. Without variants, only the loader is measured. Prints a line for each
+measurement, and writes JSON.
 """
 
 import argparse
@@ -61,7 +62,7 @@ MODELS = {
     "multi_hot": "{name: dcn, structure: stacked, num_cross_layers: 3, rank: 512, bottom_mlp: [512, 256, 128], "
     "mlp: [1024, 1024, 512, 256]}",
 }
-# What tables, products and messages may be beside FP32; UVM is of the tables of more than 100,000 rows.
+# Alternatives to FP32 and other settings; UVM is used for tables of more than 100,000 rows.
 _LARGE = [i for i, rows in enumerate(ROWS) if rows > 100_000]
 VARIANTS = {
     "fp32": [],
@@ -88,17 +89,17 @@ VARIANTS = {
 }
 FEEDS = ("device", "page_locked", "parquet", "bare")
 ROW_GROUP_ROWS = 65536
-EPOCHS = 4  # of the loader alone, after the first one, in which its threads begin
+EPOCHS = 4  # to measure the loader alone, after a first epoch in which its threads start
 
 
 def write_files(folder: Path, shape: str, num_rows: int, max_rows: int) -> None:
-    """Write ids popular by a power law, floats, and a label by chance."""
+    """Write ids with power-law popularity, floats, and a random label."""
     generators = [np.random.default_rng((1, i)) for i in range(len(ROWS))]
     floats = np.random.default_rng(1)
 
     def column(i: int, number: int) -> pa.Array:
         ids = IDS[i] if shape == "multi_hot" else 1
-        # A floor of Pareto's law of index 0.2: a tenth of the time of Zipf's, whose tail is the same.
+        # Rounded-down numbers of Pareto's law of index 0.2, in a tenth of the time of Zipf's, which has the same tail.
         drawn = np.minimum((1 - generators[i].random(number * ids)) ** -5, 1e18).astype(np.int64)
         chosen = (drawn % min(ROWS[i], max_rows)).astype(np.int32)
         if shape == "texts":
@@ -110,7 +111,7 @@ def write_files(folder: Path, shape: str, num_rows: int, max_rows: int) -> None:
         return values if shape == "criteo" else pa.ListArray.from_arrays(bounds, values)
 
     def tables() -> Iterator[pa.Table]:
-        with ThreadPoolExecutor() as pool:  # drawing numbers takes longer than all the rest
+        with ThreadPoolExecutor() as pool:  # because drawing numbers takes longer than all the rest
             for start in range(0, num_rows, ROW_GROUP_ROWS):
                 number = min(ROW_GROUP_ROWS, num_rows - start)
                 ids = pool.map(column, range(len(ROWS)), [number] * len(ROWS))
@@ -139,7 +140,7 @@ def config_of(shape: str, data: Path, arguments: argparse.Namespace, overrides: 
 
 
 def train(built: Built, batches: Iterator[Batch], world: World, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train all batches; return steps/s after the first `warm`, the last loss, and what `traced` finds of GPUs."""
+    """Train `warm` and `steps` batches; return steps/s of the latter, the last loss, and the results of `traced`."""
     pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, debug=False)
     timed, start, waited = TimedIterator(batches), 0.0, 0.0
     on_gpu = world.device.type == "cuda"
@@ -168,12 +169,12 @@ def train(built: Built, batches: Iterator[Batch], world: World, arguments: argpa
 def measure(shape: str, variant: str, data: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Train from each feed in turn, in this process or as one of the ranks."""
     config, results = config_of(shape, data, arguments, [*VARIANTS[variant], *arguments.overrides]), []
-    torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")  # as a run does
+    torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")  # like a run
     with open_world(config.run.device, config.run.num_threads) as world:
         inputs = open_inputs(config, world)
         loader = inputs.loader("train")
         with closing(loader.batches()) as batches:
-            held = list(islice(batches, arguments.held))  # the loader does not write over what is kept
+            held = list(islice(batches, arguments.held))  # the loader does not overwrite batches that are held
         steps = arguments.warm + arguments.steps + TRACED_STEPS
         rows, sizes = held[0].num_rows * world.world_size, sizes_of(config, held[0])
         built: Built | None = None
@@ -190,12 +191,12 @@ def measure(shape: str, variant: str, data: Path, arguments: argparse.Namespace)
 
         for feed in arguments.feeds:
             if feed == "bare":
-                built = None  # its tables make room for those of the bare loop
+                built = None  # so that its tables make room for those of the bare loop
                 add(feed, measure_bare(shape, held, world, arguments, config.precision.autocast))
                 continue
             built = built or build_model(inputs)
             if feed == "parquet":
-                # More epochs than it takes, since the decoding of an epoch's first rows is not what is measured.
+                # More epochs than are needed, so that the loader always has rows to decode ahead.
                 with closing(loader.batches(num_epochs=1 + steps)) as batches:
                     found = train(built, islice(batches, steps), world, arguments)
             else:
@@ -209,7 +210,7 @@ def measure(shape: str, variant: str, data: Path, arguments: argparse.Namespace)
 def measure_bare(
     shape: str, held: list[Batch], world: World, arguments: argparse.Namespace, autocast: Autocast
 ) -> dict[str, float]:
-    """Return the steps/s of torchrec's own loop on batches that lie on the device, under the same autocast."""
+    """Return the steps/s of torchrec's own loop on batches on the device, with the same autocast."""
 
     def make(tables: EmbeddingBagCollection, num_floats: int, device: torch.device) -> torch.nn.Module:
         top, dim = [1024, 1024, 512, 256, 1], arguments.dim
@@ -228,7 +229,7 @@ def measure_bare(
 
 
 def sizes_of(config: Config, batch: Batch) -> dict[str, int]:
-    """Return the bytes of all tables in FP32, and of a sample on its way to the device and in its vectors."""
+    """Return the bytes of all tables in FP32, of a sample on its way to the device, and of the vectors of a sample."""
     tables, ids = config.tables.values(), batch.ids.values().numel()
     content = 0 if batch.content is None else batch.content.numel()
     return {
@@ -239,7 +240,7 @@ def sizes_of(config: Config, batch: Batch) -> dict[str, int]:
 
 
 def loader_rates(data: Path, shape: str, arguments: argparse.Namespace) -> dict[int, int]:
-    """Return rows/s of the loader alone by its number of threads, over whole epochs behind the first."""
+    """Return the rows/s of the loader alone for each number of threads, over whole epochs after the first."""
     rates = {}
     for threads in arguments.loader_threads:
         config = config_of(shape, data, arguments, [*arguments.overrides, f"data.num_threads={threads}"])
@@ -255,7 +256,7 @@ def loader_rates(data: Path, shape: str, arguments: argparse.Namespace) -> dict[
 
 
 def main() -> None:
-    """Write the files, measure each shape and variant in processes of its own; the JSON is written after each."""
+    """Write the files, measure each shape and variant in new processes, and write the JSON after each."""
     arguments = parse()
     quiet_libraries()
     if arguments.part is not None:
@@ -272,7 +273,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         for shape in arguments.shapes:
-            # Beside the results, where it stays if this process is ended in the middle of a variant.
+            # Next to the results, where the file stays if this process is ended during a variant.
             beside = Path(folder) / "out" if arguments.out is None else arguments.out
             data, part = Path(folder) / shape, beside.with_name(f"{beside.stem}_part.json")
             write_files(data, shape, arguments.rows, arguments.max_rows)
@@ -281,7 +282,7 @@ def main() -> None:
                 if arguments.out is not None:
                     changed += ["--trace", str(arguments.out.with_name(f"trace_{shape}_{variant}.json.gz"))]
                 done = subprocess.run([*launch_command(arguments.ranks), *sys.argv, *changed])
-                if part.exists():  # of feeds that were measured, though another may have failed
+                if part.exists():  # it has the feeds that were measured, even if another has failed
                     results += json.loads(part.read_text())
                     part.unlink()
                 if done.returncode:
@@ -295,7 +296,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options, whose defaults are what a CPU of two cores does in minutes."""
+    """Return the options; a CPU with two cores needs minutes for the defaults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[])
     parser.add_argument("--shapes", nargs="+", choices=MODELS, default=["criteo", "multi_hot"])

@@ -1,19 +1,19 @@
-"""Which files of ours does a batch pass, from a row group on disk to its loss?
+"""Print the files of recsys/ that a batch passes, from a row group on disk to its loss.
 
     python benchmarks/trace_batch.py [CONFIG] [key=value ...]
 
-Trains some steps in one process while every call of a Python function is seen, in all threads. A file of recsys/ is on
-the way of a batch if one of its functions is called with data, or returns such: rows, columns, ids, numbers, vectors
-or a batch, that is an Arrow table or array, a NumPy array, a tensor, a jagged tensor, or an object, list, tuple or dict
-that directly holds one. What counts is the steady state, up to the loss:
+Trains some steps in one process and observes every call of a Python function, in all threads. A file of recsys/ is on
+the way of a batch if one of its functions is called with data or returns data: rows, columns, ids, numbers, vectors or
+a batch, that is an Arrow table or array, a NumPy array, a tensor, a jagged tensor, or an object, list, tuple or dict
+that directly holds one. Only the steady state up to the loss counts:
 
-- of the threads that read ahead, all that they do once there is a loader: they decode, convert and collate;
-- of the thread that trains, from the start of a step until the model has returned its losses. The first steps, in which
+- in the threads that read ahead, everything once there is a loader: they decode, convert and collate;
+- in the training thread, from the start of a step until the model has returned its losses. The first steps, in which
   torchrec sets its pipeline up, do not count, nor does what follows the loss: backward, the exchange of gradients, the
   optimizers, logging.
 
-Nor do opening the data and building the model, which are done before. Files are printed in the order in which they are
-first called, those of the reading threads first, each with the functions that data passed.
+Opening the data and building the model do not count either. Files are printed in the order in which they are first
+called, those of the reading threads first, each with the functions that data passed.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 class Trace:
-    """Notes the functions that data pass, by file: of the thread that trains up to the loss, and of all others."""
+    """Records by file the functions that data pass: in the training thread up to the loss, and in all others."""
 
     def __init__(self, training_thread: int) -> None:
         self.reading: dict[str, list[str]] = {}
@@ -87,7 +87,7 @@ class Trace:
         self._training_thread = training_thread
 
     def see(self, frame: FrameType, event: str, result: Any) -> None:
-        """Take an event of the interpreter: see `sys.setprofile`."""
+        """Handle an event of the interpreter: see `sys.setprofile`."""
         code = frame.f_code
         if event not in ("call", "return") or "/recsys/" not in code.co_filename:
             return
@@ -98,7 +98,7 @@ class Trace:
             self.counts_training = False  # until the next step
         count = code.co_argcount + code.co_kwonlyargcount
         values = [frame.f_locals[name] for name in code.co_varnames[:count] if name != "self"]
-        if event == "return":  # a bare array from a function that got no data is memory, or an order
+        if event == "return":  # an array returned by a function without data is not data, but memory or an order
             values = [] if isinstance(result, np.ndarray) else [result]
         if any(map(_holds_data, values)):
             file = code.co_filename.rpartition("/recsys/")[2]

@@ -1,11 +1,11 @@
-"""What TensorBoard costs a training: CPU seconds of whole runs with it and without, in turn, and of what writes.
+"""What TensorBoard costs a training: CPU seconds of whole runs with and without it, in turn, and of its writing.
 
     python benchmarks/tracking_cost.py configs/dlrm_movielens.yaml train.epochs=20 train.eval_every_epochs=1 \\
         run.num_threads=1 --out benchmarks/tracking_cost.json
 
-Without it, metrics.jsonl alone is written. The seconds of a run are of all threads, from its start to its end. Runs
-differ by a percent or more by what else the machine does; so what writes is told too, by the clocks of its threads:
-the import of the package, the calls in the main thread, and the thread that writes the file.
+Without it, only metrics.jsonl is written. The seconds of a run include all threads, from its start to its end. Other
+work of the machine changes these by a percent or more; so the parts of TensorBoard are measured too, by the clocks of
+their threads: the import of the package, the calls in the main thread, and the thread that writes the file.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PARTS = ("import", "main thread", "own thread")
 
 
 def run_once(config: str, keys: list[str], out: Path) -> None:
-    """Train in this process, and write the CPU seconds of it and of what writes to TensorBoard."""
+    """Train in this process, and write the CPU seconds of the process and of the parts of TensorBoard."""
     seconds = dict.fromkeys(PARTS, 0.0)
 
     def time_calls(owner: Any, name: str, part: str) -> None:
@@ -67,14 +67,14 @@ def run_once(config: str, keys: list[str], out: Path) -> None:
 
 
 def run_apart(config: str, keys: list[str]) -> dict[str, float]:
-    """Return what `run_once` writes, of a process of its own."""
+    """Do `run_once` in a process of its own, and return what it writes."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         subprocess.run([sys.executable, __file__, config, *keys, "--once", "--out", file.name], check=True)
         return json.loads(Path(file.name).read_text())
 
 
 def main() -> None:
-    """Parse the command line, train in turn, write what was measured."""
+    """Parse the command line, train in turn, and write what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", metavar="key=value", nargs="*")

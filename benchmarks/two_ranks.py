@@ -1,4 +1,4 @@
-"""Two ranks on one device, as of two machines: NCCL refuses two of one machine on a GPU, and may be told otherwise.
+"""Two ranks on one device, disguised as two machines, because NCCL refuses two ranks of one machine on a GPU.
 
 Each case trains the sample on one rank and on two, and its losses are compared. Writes JSON after each.
 """
@@ -31,12 +31,12 @@ CASES = {
     "FP16 wires": ["precision.forward_wire=FP16", "precision.backward_wire=FP16"],
     "shared dense optimizer": ["train.dense_sharding=optimizer"],
 }
-# As ranks of two machines, whose messages go over the loopback interface.
+# Settings for ranks of two machines, whose messages go over the loopback interface.
 _ALONE = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 
 def train(run_dir: Path, num_ranks: int, overrides: list[str], seconds: float) -> dict[str, Any]:
-    """Train on so many ranks; return losses, speed and peaks of the ranks, or what they said in place of these."""
+    """Train on `num_ranks` ranks; return losses, speed and peaks of the ranks, or their errors."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -67,7 +67,7 @@ def train(run_dir: Path, num_ranks: int, overrides: list[str], seconds: float) -
 
 
 def main() -> None:
-    """Measure each case, the first of which says whether two ranks are to be had."""
+    """Measure each case; the first one shows whether two ranks are possible."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
