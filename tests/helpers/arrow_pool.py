@@ -1,4 +1,4 @@
-"""Measures what Arrow allocates within a block."""
+"""Measures the memory that Arrow allocates within a block."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ _POOLS: list[pa.MemoryPool] = []
 
 @contextlib.contextmanager
 def arrow_pool() -> Iterator[pa.MemoryPool]:
-    """Yield a pool from which Arrow takes all memory within the block, and which counts that memory alone.
+    """Yield a pool from which Arrow allocates all memory within the block, and which counts only that memory.
 
-    The pool is kept for good: what was decoded may live on, and a buffer that is freed after its pool ends the process.
+    The pool is kept for ever: decoded data may live longer, and freeing a buffer after its pool ends the process.
     """
     before = pa.default_memory_pool()
     _POOLS.append(pa.proxy_memory_pool(before))

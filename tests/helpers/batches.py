@@ -15,7 +15,7 @@ Lists = Sequence[Sequence[int]]
 
 
 def jagged(lists: dict[str, Lists]) -> KeyedJaggedTensor:
-    """Return lists of ids of each row, by key."""
+    """Return the lists of each key, one list of ids per row, as a KeyedJaggedTensor."""
     rows = [row for of_key in lists.values() for row in of_key]
     ids = torch.tensor([number for row in rows for number in row], dtype=torch.int64)
     return KeyedJaggedTensor(list(lists), ids, lengths=torch.tensor([len(row) for row in rows], dtype=torch.int32))
@@ -28,7 +28,7 @@ def batch_of(
     ids: KeyedJaggedTensor | None = None,
     sampled: Sampled | None = None,
 ) -> Batch:
-    """Return a batch of rows with these weights, and labels [rows] or [rows, labels]; what is not given has nothing."""
+    """Return a batch of rows with these weights, and labels [rows] or [rows, labels]; parts not given are empty."""
     rows = len(weights)
     numbers = np.zeros((rows, 0)) if labels is None else np.asarray(labels)
     return Batch(

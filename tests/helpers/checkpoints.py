@@ -1,4 +1,4 @@
-"""Reads what a run has saved."""
+"""Reads tensors from checkpoints."""
 
 from pathlib import Path
 
@@ -9,7 +9,8 @@ from recsys.checkpoint.tensor_files import LocalTensor, read_tensors
 
 
 def load_tables(checkpoint: Path, prefix: str = "tables/") -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint, or of a run's last, whose names begin with a prefix, whole and without it."""
+    """Return tensors of a checkpoint, or of a run's last one, as whole tensors: those whose names begin with `prefix`,
+    by the rest of the name."""
     checkpoint = max((checkpoint / "checkpoints").glob("step-*"), default=checkpoint)
     entries = {name: entry for name, entry in Marker.read(checkpoint).tensors.items() if name.startswith(prefix)}
     found = {name: entry.empty() for name, entry in entries.items()}

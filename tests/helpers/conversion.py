@@ -1,4 +1,4 @@
-"""Converting columns in tests: a mapping that shows what it was given, and what comes of it in plain Python."""
+"""Conversion of columns in tests: a mapping that records its input, and the expected results in plain Python."""
 
 import datetime
 from itertools import pairwise
@@ -31,7 +31,7 @@ def number(id: Any) -> int:
 
 
 class Numbered:
-    """A mapping that takes an id for a number: of k rows per id, the rows of id i are k*i … k*i + k - 1."""
+    """A mapping that reads an id as a number: with k rows per id, id i has the rows k*i … k*i + k - 1."""
 
     num_rows = 2**31
 
@@ -63,7 +63,7 @@ def part(mapping: Any = None, **settings: Any) -> IdColumn:
 
 
 def rows_of(ids: Ids, num_rows: int, dtype: Any = np.int64) -> list[list[int]]:
-    """The table rows of each row of data; what holds of every result is checked on the way."""
+    """Return the table rows of each row of data; also check what is true of every result."""
     assert ids.values.dtype == dtype and ids.values.ndim == 1
     if ids.lengths is None:
         assert ids.values.shape == (num_rows,)
@@ -94,7 +94,7 @@ def refusal(action: Any) -> str:
 def expected(
     rows: list[Any], null: NullPolicy = RESERVED, max_length: int | None = None, keep: Keep = Keep.last
 ) -> list[list[int]]:
-    """What rows of ids or of lists of ids become under `Numbered`."""
+    """Return what rows of ids, or of lists of ids, become with the mapping `Numbered`."""
     result = []
     for row in rows:
         ids = row if isinstance(row, list) else [row]
@@ -121,7 +121,7 @@ def floats(array: pa.Array, fill: float | None = 0.0, transform: Transform | Non
 
 
 def as_type(rows: list[Any], kind: pa.DataType) -> pa.Array:
-    """Rows of numbers, or of lists of numbers, as any type."""
+    """Return rows of numbers, or of lists of numbers, as an array of any type."""
     value = kind.value_type if pa.types.is_nested(kind) else kind
     plain = value.value_type if pa.types.is_dictionary(value) else value
     if pa.types.is_string(plain):

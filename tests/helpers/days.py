@@ -1,4 +1,4 @@
-"""Runs that begin with the weights of the run of the day before."""
+"""Runs that begin with the weights of the previous day's run."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ run: {num_threads: 1}
 
 
 def write_day(folder: Path, users: Any, seed: int) -> Path:
-    """600 rows, each user about equally often."""
+    """Write 600 rows, in which users occur about equally often."""
     folder.mkdir(parents=True, exist_ok=True)
     generator, n = np.random.default_rng(seed), 600
     columns = {
@@ -48,7 +48,7 @@ def write_day(folder: Path, users: Any, seed: int) -> Path:
 
 
 class Day:
-    """A run in this process: what it learns of its data, and a checkpoint of what it begins with."""
+    """A run in this process: the facts measured on its data, and a checkpoint of its first state."""
 
     def __init__(self, folder: Path, world: World, *options: str, source: "Day | None" = None) -> None:
         self.folder, self.world = folder, world
@@ -70,7 +70,7 @@ class Day:
         return {name: value.shards[0].tensor.clone() for name, value in self.built.tensors.to_load().items()}
 
     def save(self) -> "Day":
-        """Save it with numbers of its own in every row."""
+        """Save it with different numbers in every row."""
         for number, local in enumerate(self.built.tensors.to_load().values()):
             tensor = local.shards[0].tensor
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)))

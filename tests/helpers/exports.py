@@ -1,4 +1,4 @@
-"""Holds what an export computes without torch to what the run itself writes."""
+"""Compares what an export computes without torch with what the run itself writes."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from recsys.serving.score import Scorer
 
 
 def assert_scores_alike(run: Path, folder: Path, atol: float = 1e-5) -> None:
-    """Compare the scores of the sample's test rows, of an export of a run and of `recsys predict`, in a folder."""
+    """Export a run to a folder, and compare its scores of the sample's test rows with those of `recsys predict`."""
     rows = ROOT / "data/sample/test"
     run_recsys("export", run, folder / "export")
     run_recsys("predict", run, rows, folder / "predicted")
@@ -21,10 +21,10 @@ def assert_scores_alike(run: Path, folder: Path, atol: float = 1e-5) -> None:
 
 
 def assert_recommends_alike(run: Path, users: Path, folder: Path, num_tied: int = 0) -> None:
-    """Compare the best items, and their scores, of an export of a run and of `recsys recommend`, in a folder.
+    """Export a run to a folder, and compare its best items and their scores with those of `recsys recommend`.
 
     Args:
-        num_tied: users in front for whom all items are as good, and in any order.
+        num_tied: number of first users for whom all items are equally good, and so may come in any order.
     """
     run_recsys("export", run, folder / "export")
     run_recsys("recommend", run, users, folder / "recommended")

@@ -1,8 +1,8 @@
-"""Runs train.py with a fault: `faulty.py FAULT RANK STEP ARGUMENTS…`, for torchrun to start.
+"""Runs train.py with a fault; torchrun starts it as `faulty.py FAULT RANK STEP ARGUMENTS…`.
 
-FAULT happens on one rank in one step, the first time that torchrun starts the ranks: `raise` an exception, `kill` or
-`stop` the process, `sleep` in the backward pass, `hold` the interpreter's lock there, or `load`: never get a batch.
-STEP may be `start`, before the model is built, or `end`, when training has ended.
+FAULT happens on one rank in one step, only the first time that torchrun starts the ranks: `raise` an exception, `kill`
+or `stop` the process, `sleep` in the backward pass, `hold` the interpreter's lock there, or `load`: never get a batch.
+STEP may be `start`, before the model is built, or `end`, after training.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ FAULTS = {
 
 
 def install_aside(fault: str, place: str) -> None:
-    """Make this process fail before its steps, or after them."""
+    """Make this process fail before or after its steps."""
     name = {"start": "build_model", "end": "run_result"}[place]
     whole = getattr(run, name)
 
@@ -49,7 +49,7 @@ def install_aside(fault: str, place: str) -> None:
 
 
 def install(fault: str, step: int) -> None:
-    """Make this process fail in step `step`, the first being 1."""
+    """Make this process fail in step `step`; the first step is 1."""
     count = 0
     name, owner = ("__next__", trainer.TimedIterator) if fault == "load" else ("backward", DenseHalf)
     whole = getattr(owner, name)

@@ -1,4 +1,4 @@
-"""Imported by the process that `launch.fork_train` forks off: what programs import, also where they do so late."""
+"""All modules that programs import, even late, for the process from which `launch.fork_train` forks others."""
 
 import contextlib
 from importlib import import_module
@@ -27,10 +27,10 @@ with importing():
     for name in LATE:
         with contextlib.suppress(ImportError):
             import_module(name)
-    # Keys with their types and defaults are kept.
+    # The keys, with their types and defaults, stay in memory.
     _, config = (load_config(f"{ROOT}/configs/{name}_sample.yaml") for name in ("two_tower", "dlrm"))
-    # So is what torch prepares at its first step on fake tensors, a sixth of a short run. Where there may be a GPU, a
-    # backward pass starts threads, which a process that is forked off does not have.
+    # So does what torch prepares at its first step on fake tensors, a sixth of a short run. If there may be a GPU, a
+    # backward pass starts threads, which a forked process would not have.
     if torch.version.cuda is None:
         facts = DataFacts(dict.fromkeys(config.features, 1.0), 4, 0, (), {}, "made up")
         with rehearse_world(1, 1, torch.device("cpu")):

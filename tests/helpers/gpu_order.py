@@ -1,4 +1,4 @@
-"""The order of a GPU's steps on CPUs, whose numbers are those of their own order up to rounding."""
+"""Steps in the order of GPUs, run on CPUs; apart from rounding, numbers are those of the order of CPUs."""
 
 import os
 from typing import Any
@@ -10,9 +10,9 @@ from recsys.tables import shard
 
 
 def step_as_gpus() -> Any:
-    """Take the pipeline of one GPU, or of several torchrec's, which has its own lookup, and return it.
+    """Let CPUs use the pipeline of one GPU, or on several ranks torchrec's, which has its own lookup; return it.
 
-    Of several, gradients are averaged by DistributedDataParallel.
+    With several ranks, DistributedDataParallel averages the gradients.
     """
     of_gpu: Any = CopyingPipeline
     if os.environ.get("WORLD_SIZE", "1") != "1":

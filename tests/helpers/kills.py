@@ -21,7 +21,7 @@ ON_RANK_ZERO = POINTS[3:]  # the other ranks wait there
 
 
 def kill_at(point: str, ranks: tuple[int, ...], number: int) -> None:
-    """Let these ranks be killed when they come to a point for the `number`-th time."""
+    """Kill these ranks when they reach a point for the `number`-th time."""
     if int(os.environ.get("RANK", "0")) not in ranks:
         return
     places: dict[str, tuple[type, str]] = {
@@ -65,7 +65,7 @@ def _kill_in_pruning(number: int) -> None:
 
 
 def kill_after(seconds: float) -> None:
-    """Let this process be killed so long after its training began."""
+    """Kill this process `seconds` after its training has begun."""
 
     def wait_and_kill() -> None:
         time.sleep(seconds)
@@ -95,13 +95,13 @@ def terminate_twice(step: int) -> None:
 
         setattr(owner, name, signalled)
 
-    # What is asked for while a step's output is looked at is told to all ranks in the next one.
+    # A request during the handling of a step's output reaches all ranks in the next step.
     signal_before(Trainer, "_advance", lambda self: self.state.step == step - 2)
     signal_before(Tensors, "to_save", lambda self: sent == ["_advance"])
 
 
 def kill(*_: Any, **__: Any) -> None:
-    """Kill this process; takes what a method takes whose place it has."""
+    """Kill this process; accepts any arguments, because it may replace any method."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -111,7 +111,7 @@ def random_seconds(number: int) -> float:
 
 
 def fill_the_disk(rank: int, number: int, step: int) -> None:
-    """Let the disk be full for a rank when it writes its `number`-th shard, and end `step` when that has failed."""
+    """Make the disk full for a rank when it writes its `number`-th shard, and end `step` only after that has failed."""
     if int(os.environ.get("RANK", "0")) != rank:
         return
     whole, shards = HashedFile.write, set()

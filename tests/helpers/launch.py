@@ -1,4 +1,4 @@
-"""Starts train.py as a user does, as one process or through torchrun; or forks it, with everything imported before."""
+"""Starts train.py like a user, as one process or with torchrun; or forks it from a process with all imports done."""
 
 import contextlib
 import faulthandler
@@ -29,13 +29,13 @@ def train_command(*arguments: str, nproc: int = 1) -> list[str]:
     """Return the command line of train.py with these arguments."""
     if nproc == 1:
         return [sys.executable, "train.py", *arguments]
-    # The address because torchrun otherwise asks the network for this host's name.
+    # The address is given because torchrun otherwise asks the network for this host's name.
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     return [sys.executable, *launcher, "--nproc_per_node", str(nproc), "train.py", *arguments]
 
 
 def environment() -> dict[str, str]:
-    """Return the environment without what a launcher above the tests may have set."""
+    """Return the environment without variables that a launcher of the tests may have set."""
     kept = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     return {**kept, "OMP_NUM_THREADS": "1"}
 
@@ -43,7 +43,7 @@ def environment() -> dict[str, str]:
 def run_train(
     *arguments: str, nproc: int = 1, timeout: float = 300, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """Run train.py to its end, from scratch; text output, standard output and error apart."""
+    """Run train.py to its end in new processes; return its output as text, standard output and error separately."""
     command = train_command(*arguments, nproc=nproc)
     return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
 
@@ -56,14 +56,14 @@ def fork_train(
     cwd: Path = ROOT,
     program: str = "train.py",
 ) -> subprocess.CompletedProcess[str]:
-    """Run train.py as `run_train` does, in processes forked off one that has imported everything.
+    """Run train.py like `run_train`, but in processes forked from one that has imported everything.
 
-    That takes seconds less for each run. Every rank is a process of its own all the same; what they share is the seed
-    of Python's hashes, so some tests on two ranks stay with torchrun.
+    This saves seconds for each run. Every rank still is a process of its own, but all have the same seed of Python's
+    hashes, so some tests on two ranks need torchrun.
 
     Args:
-        before: called in each process before the program; of a module's top level.
-        program: `recsys` runs that command in place of train.py, and another file that file.
+        before: called in each process before the program; must be a top-level function of a module.
+        program: a file to run instead of train.py, or `recsys` to run that command.
     """
     port = _free_port()
     deadline = time.monotonic() + timeout
@@ -80,7 +80,7 @@ def fork_train(
             process.join(max(0, deadline - time.monotonic()))
         codes = [process.exitcode for process in ranks]
         _end_late(ranks)
-        # A rank that is late may not have begun to write.
+        # A rank that is late may not have written anything yet.
         paths = [[Path(f"{folder}/{rank}.{kind}") for rank in range(nproc)] for kind in ("out", "err")]
         texts = ["".join(path.read_text() for path in kind if path.exists()) for kind in paths]
     told = f"statuses after {timeout} s, None of a rank that still ran: {codes}\n{texts[1][-6000:]}"
@@ -89,7 +89,7 @@ def fork_train(
 
 
 def must_train(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run what must succeed, as `fork_train` does."""
+    """Run a training that must succeed, like `fork_train`."""
     done = fork_train(*arguments, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
@@ -102,9 +102,9 @@ def run_recsys(
     before: Callable[[], None] | None = None,
     timeout: float = 300,
 ) -> str:
-    """Run a command of recsys that must end with a status, as `fork_train` does; return what it prints.
+    """Run a command of recsys like `fork_train`; it must end with `status`. Return what it prints.
 
-    Where it is to fail, return its error instead, which must be no traceback.
+    If it must fail, return its error instead, which must not be a traceback.
     """
     done = fork_train(*map(str, arguments), nproc=nproc, timeout=timeout, before=before, program="recsys")
     told = f"status {done.returncode}\n{done.stdout}{done.stderr}"
@@ -113,24 +113,24 @@ def run_recsys(
 
 
 def records_of(run_dir: Path, kind: str | None = "train") -> list[dict[str, Any]]:
-    """Return the lines of a kind in a run's metrics.jsonl; None: of all kinds."""
+    """Return the lines of a kind, or of all kinds if None, in a run's metrics.jsonl."""
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [record for record in records if kind in (None, record["kind"])]
 
 
 def losses_of(run_dir: Path) -> list[float]:
-    """Return the losses of training that a run logged: of each step with train.log_every_steps=1."""
+    """Return the training losses that a run has logged: one for each step if train.log_every_steps=1."""
     return [record["loss"] for record in records_of(run_dir)]
 
 
 def train_losses(config: Path | str, run_dir: Path, *overrides: str, nproc: int = 1) -> list[float]:
-    """Train, which must succeed, and return the losses as `losses_of`."""
+    """Train, which must succeed, and return its `losses_of`."""
     must_train(str(config), f"run.dir={run_dir}", *overrides, nproc=nproc)
     return losses_of(run_dir)
 
 
 def evaluate(run: Path, *overrides: str, nproc: int = 1) -> dict[str, dict[str, float]]:
-    """Return the metrics that `--evaluate` prints, and writes."""
+    """Run `--evaluate`, and return the metrics that it prints and writes."""
     *_, told, printed = must_train(str(run), "--evaluate", *overrides, nproc=nproc).stdout.splitlines()
     metrics = json.loads(printed)["metrics"]
     assert json.loads(Path(told.removeprefix("done: ")).read_text())["metrics"] == metrics
@@ -139,13 +139,13 @@ def evaluate(run: Path, *overrides: str, nproc: int = 1) -> dict[str, dict[str, 
 
 @contextlib.contextmanager
 def forking() -> Iterator[ForkServerContext]:
-    """Yield what starts processes that are forked off one that has imported everything.
+    """Yield a context that starts processes by forking one that has imported everything.
 
-    That one starts at its first use, with what it is to import, and takes this process's environment, though not its
-    sys.path. Whoever starts it otherwise has all tests after it import everything for each process.
+    That process starts at the first use, with its list of imports, and inherits the environment of this process but not
+    its sys.path. If something else starts it first, all later tests import everything again for each process.
     """
     before = dict(os.environ)
-    # As train.py starts itself, which cannot be done in a process that is forked.
+    # The settings with which train.py restarts itself, which a forked process cannot do.
     os.environ.update(environment(), **MALLOC_SETTINGS)
     paths = [str(ROOT / "tests" / "helpers"), str(ROOT), *filter(None, [before.get("PYTHONPATH")])]  # libraries too
     os.environ.update(PYTHONPATH=os.pathsep.join(paths))
@@ -157,7 +157,7 @@ def forking() -> Iterator[ForkServerContext]:
 
 
 def _end_late(ranks: list[Any]) -> None:
-    """Kill ranks that still run, after they have written their stacks to their standard error."""
+    """Kill ranks that are still running, after they have written their stacks to standard error."""
     late = [process for process in ranks if process.is_alive()]
     for process in late:
         os.kill(process.pid, _STACKS)
@@ -168,7 +168,7 @@ def _end_late(ranks: list[Any]) -> None:
 
 
 def _free_port() -> int:
-    """Return a port that no process has now, of those that the system gives to none: a second later rank 0 takes it."""
+    """Return a free port outside the range that the system hands out, since rank 0 opens it only a second later."""
     while True:
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", random.randrange(10_000, 32_000)))
@@ -188,10 +188,10 @@ def _main(
     cwd: Path,
     program: str,
 ) -> None:
-    """What a forked process does: a program, as if started from the shell."""
+    """Run a program in a forked process, as if started from the shell."""
     for stream, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{outputs}.{kind}", os.O_WRONLY | os.O_CREAT), stream)
-    faulthandler.enable()  # else a segmentation fault ends a process without a word
+    faulthandler.enable()  # else a segmentation fault ends a process silently
     faulthandler.register(_STACKS)
     for name in _RANK_VARIABLES:
         os.environ.pop(name, None)

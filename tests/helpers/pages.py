@@ -1,7 +1,7 @@
-"""Blocks of the pages: what a reader would type, in order, and what HTML comments beside it say to the tests.
+"""Blocks of the pages: what a reader would type, in order, and HTML comments with instructions for the tests.
 
-`<!-- run: COMMANDS -->` is run as a block that readers do not see; `<!-- not run: REASON -->` stands before one that
-is only parsed. A block with `title="FILE"` is written to that file.
+`<!-- run: COMMANDS -->` is run as a block that readers do not see; `<!-- not run: REASON -->` precedes a block that is
+only parsed. A block with `title="FILE"` is written to that file.
 """
 
 import os
@@ -30,9 +30,9 @@ class Block:
     page: Path
     line: int
     language: str
-    title: str  # of the file that it is, or empty
+    title: str  # name of the file that it is written to, or empty
     text: str
-    not_run: str  # why it is not run, or empty
+    not_run: str  # the reason why it is not run, or empty
 
     @property
     def place(self) -> str:
@@ -40,7 +40,7 @@ class Block:
 
     @property
     def script(self) -> str:
-        """What it comes to as lines of bash; nothing for what a reader only looks at."""
+        """The block as lines of bash; empty for blocks that are only for reading."""
         if self.title:
             return f"mkdir -p $(dirname '{self.title}')\ncat >'{self.title}' <<'END_OF_BLOCK'\n{self.text}END_OF_BLOCK"
         if self.language == "python":
@@ -73,7 +73,7 @@ def run_page(page: Path, folder: Path) -> str:
         Standard output.
 
     Raises:
-        AssertionError: a block ended with another status than 0; names its page and line.
+        AssertionError: a block has failed; the message names its page and line.
     """
     _clone(folder)
     lines = ["set -euo pipefail"]
@@ -90,7 +90,7 @@ def run_page(page: Path, folder: Path) -> str:
 
 
 def _clone(folder: Path) -> None:
-    """Make a folder look like a clone: what commands only read is linked."""
+    """Make a folder look like a clone; files that commands only read are links."""
     for entry in ROOT.iterdir():
         if entry.name in _COPIED:
             shutil.copytree(entry, folder / entry.name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -99,7 +99,7 @@ def _clone(folder: Path) -> None:
     (folder / "data").mkdir()
     (folder / "data" / "sample").symlink_to(ROOT / "data" / "sample")
     (folder / ".bin").mkdir()
-    # The address because torchrun otherwise asks the network for this host's name.
+    # The address is given because torchrun otherwise asks the network for this host's name.
     launcher = "torch.distributed.run --local-addr 127.0.0.1"
     for name, module in {"recsys": "recsys", "torchrun": launcher}.items():
         (folder / ".bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')

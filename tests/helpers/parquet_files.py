@@ -1,4 +1,4 @@
-"""Parquet files of a test, and how it opens them."""
+"""Parquet files for tests: writing, opening and reading them."""
 
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ def write(
 
 
 def open_columns(path: object, *columns: str, **options: Any) -> Dataset:
-    """Open columns of a file or folder, by default the one of `write`; `options` are those of `open_dataset`."""
+    """Open columns of a file or folder, by default the column of `write`; `options` are those of `open_dataset`."""
     return open_dataset("data.train", str(path), dict.fromkeys(columns or ("user",), "key"), **options)
 
 
 def read_all(dataset: Dataset) -> pa.Table:
-    """Return all rows of a data set, as a loader reads them."""
+    """Return all rows of a data set in the form in which a loader reads them."""
     return pa.concat_tables(SegmentReader(dataset).tables(), promote_options="permissive")

@@ -1,4 +1,4 @@
-"""Draws configs: any value for any key, any name for a table, a feature or a column, and any number of rows."""
+"""Draws random configs: any value for any key, any name for a table, feature or column, and any number of rows."""
 
 import copy
 import dataclasses
@@ -44,7 +44,7 @@ VALUES = [
     *({}, {"a": 1}, {"items": {"keys": []}}, {"train": 1}, {1: 2}, {None: 1}, {"a.b": {}}, {"": 1}),
     *(datetime.date(2026, 11, 1), b"bytes"),
 ]
-# Those of columns may be any text; the rest are allowed for tables and features too, up to the long ones.
+# Names of columns may be any of these; names of tables and features those before the name of 151 characters.
 NAMES = [
     *("items", "type", "values", "keys", "float", "pop", "update", "training", "weight", "dense", "given", "copy"),
     *("null", "true", "1", "1e3", "0x1F", "_", "__class__", "a-b", "nän", "用户", "é" * 75, "x" * 150),
@@ -54,13 +54,13 @@ ROWS = [0, 1, 2, 3, 100, 257]
 
 
 def keys(kind: Any, section: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every key of a dataclass with its type; of mappings those of a section's names, and of a name that is new.
+    """Yield every key of a dataclass with its type; for mappings those for the names in `section`, and for a new name.
 
     Args:
-        section: what a config file has there.
+        section: content of this section in a config file.
     """
     for name, hint in typing.get_type_hints(kind).items():
-        if name in ("given", "expert_of") or typing.get_origin(hint) is typing.ClassVar:  # no key
+        if name in ("given", "expert_of") or typing.get_origin(hint) is typing.ClassVar:  # it is not a key
             continue
         found = hint
         if isinstance(hint, types.UnionType):
@@ -80,13 +80,13 @@ def keys(kind: Any, section: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[
 
 
 def draw(kind: Any, dice: random.Random) -> Any:
-    """Return a value for a key: any, or one of its choices."""
+    """Return a value for a key: any value, or one of its choices."""
     choices = list(kind.__members__) if isinstance(kind, type) and issubclass(kind, Enum) else []
     return dice.choice(choices) if choices and dice.random() < 0.3 else dice.choice(VALUES)
 
 
 def named(base: dict[str, Any], dice: random.Random) -> tuple[dict[str, Any], list[tuple[str, ...]]]:
-    """Return a config with some tables and features under other names, and the keys of these."""
+    """Return a config in which some tables and features have other names, and the keys of these."""
     content, paths = copy.deepcopy(base), []
     for section in ("tables", "features"):
         old, new = dice.choice(list(content[section])), dice.choice(NAMES)
@@ -107,7 +107,7 @@ def named(base: dict[str, Any], dice: random.Random) -> tuple[dict[str, Any], li
 
 
 def write(folder: Path, dice: random.Random) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Write a config with some keys changed, here or on the command line; return this, and the keys."""
+    """Write a config with some keys changed, there or on the command line; return the overrides, and these keys."""
     content, paths = named(dice.choice([RANKER, TOWERS]), dice)
     overrides = []
     for path, kind in dice.sample(list(keys(Config, content)), dice.choice((1, 1, 1, 2, 3)) - len(paths) // 2):
@@ -128,7 +128,7 @@ def write(folder: Path, dice: random.Random) -> tuple[list[str], list[tuple[str,
 
 
 def write_data(folder: Path, dice: random.Random) -> list[str]:
-    """Write rows of the sample, few of them or with a column of another name; return the overrides that read these."""
+    """Write some rows of the sample, with one column renamed; return the overrides that read these."""
     count, old, new = dice.choice([*ROWS, None, None, None]), dice.choice(["user_id", "item_id"]), dice.choice(NAMES)
     rows = pq.read_table(SAMPLE.format("train")).slice(0, count).rename_columns({old: new})
     pq.write_table(rows, folder / "rows.parquet", row_group_size=dice.choice([1, 50, 10_000]))

@@ -1,6 +1,6 @@
-"""Draws configs with features of any kind, and data for them, whose test rows have ids that training did not see.
+"""Draws configs with features of any kind, and data for them, in which test rows also have ids that training lacks.
 
-Rankers, or two towers with items, lists of what users have seen and of candidates.
+Models are rankers, or two towers with items, lists of seen items and lists of candidates.
 """
 
 import datetime
@@ -15,7 +15,7 @@ import yaml
 
 TRAIN_ROWS, TEST_ROWS, NUM_ITEMS = 300, 211, 45
 _DAY = datetime.date(2026, 11, 1)
-# By name: an Arrow type, and an id of it by number.
+# Name → an Arrow type, and a function from numbers to ids of that type.
 KINDS: dict[str, tuple[pa.DataType, Any]] = {
     "int64": (pa.int64(), lambda i: (-1) ** i * i * 10**15),
     "ends of int64": (pa.int64(), lambda i: (-(2**63), 2**63 - 1)[i % 2] + (-1) ** (i % 2) * i),
@@ -41,7 +41,7 @@ _FLOATS: dict[str, tuple[pa.DataType, Any]] = {
     "decimal": (pa.decimal128(12, 3), lambda x: decimal.Decimal(f"{x:.3f}")),
     "timestamp": (pa.timestamp("us"), lambda x: datetime.datetime(2026, 11, 1) + datetime.timedelta(seconds=x)),
 }
-# By name, of a dimension: an Arrow type of vectors, and one of their numbers.
+# Name → functions from a dimension to an Arrow type of vectors, and from a float to a number in these.
 _VECTORS: dict[str, tuple[Any, Any]] = {
     "floats": (lambda dim: pa.list_(pa.float32()), lambda x: x),
     "fixed": (lambda dim: pa.list_(pa.float64(), dim), lambda x: x),
@@ -49,22 +49,22 @@ _VECTORS: dict[str, tuple[Any, Any]] = {
     "whole": (lambda dim: pa.list_(pa.int16()), lambda x: int(x * 100)),
     "decimals": (lambda dim: pa.list_(pa.decimal128(12, 3)), lambda x: decimal.Decimal(f"{x:.3f}")),
 }
-# Of these kinds two numbers may be one id, which items must not be, or ids no vocabulary takes.
+# With these kinds, two numbers may give the same id, which items must not have, or ids that no vocabulary accepts.
 _NO_ITEMS = ("bool", "binary", "odd decimal")
 _OTHERS = ("mmoe", "ple", "logistic_regression", "fm", "deepfm", "dcn", "final_mlp")
 _OF_ONE_LABEL = ("fm", "deepfm")
 
 
 class Drawn:
-    """A config and its data: `rows(n, most)` makes n rows with ids below `most`.
+    """A config and its data; `rows(n, most)` returns n rows with numbers of ids below `most`.
 
     Attributes:
-        sides: features of users and of items, if it is of two towers.
+        sides: features of users and of items, for two towers.
     """
 
     def __init__(self, seed: int, towers: bool = False) -> None:
         self.dice = np.random.default_rng(seed)
-        self.columns: dict[str, Any] = {}  # by name: (type, row to value)
+        self.columns: dict[str, Any] = {}  # name → (type, function from a number to a value)
         self.features: dict[str, dict[str, Any]] = {}
         self.tables: dict[str, dict[str, Any]] = {}
         self.dim = int(self.dice.choice([4, 8]))
@@ -75,7 +75,7 @@ class Drawn:
         for number in range(self.dice.integers(0, 4)):
             self._float_feature(f"float_{number}")
         some = [name for name in self.features if name != "item" and self._chance(0.4)]
-        some = some[1:] if len(some) == len(self.features) - towers else some  # users have a feature
+        some = some[1:] if len(some) == len(self.features) - towers else some  # so that users have a feature
         self.sides = [[name for name in self.features if name not in ("item", *some)], ["item", *some]]
         for name in list(self.tables) if self._chance(0.5) else ():
             self._narrow_or_expert(name)
@@ -110,7 +110,7 @@ class Drawn:
         return table
 
     def _narrow_or_expert(self, name: str) -> None:
-        """Give a table, if it may have such, a width of its own, and a further expert."""
+        """Randomly give a table another width, and a further expert, if it may have these."""
         table = self.tables[name]
         if self.dim > 4 and self._chance(0.5):
             table |= {"embedding_dim": 4, "projected_dim": self.dim}
@@ -192,14 +192,14 @@ class Drawn:
             settings |= {"standardise": True}
         if self._chance(0.5) and not pa.types.is_timestamp(kind):
             settings |= {"clip": [0.0, 50.0], "log1p": self._chance(0.7)}
-        # Half a microsecond of 1970 in place of a time is so far from the mean that losses are infinite.
+        # A fill of 0.5 would be half a second after 1970, so far from the mean that losses are infinite.
         is_named = self._chance(0.5) or pa.types.is_timestamp(kind)
         settings |= {"nulls": str(self.dice.choice(["mean", "refuse"]))} if is_named else {"fill": 0.5}
         self.columns[name] = self._scalars(kind, value, 0.0 if settings.get("nulls") == "refuse" else 0.2)
         self.features[name] = settings
 
     def rows(self, count: int, most: int) -> pa.Table:
-        """Return rows with ids below a number, and labels."""
+        """Return rows whose ids have numbers below `most`, with labels."""
         arrays = {}
         for name, (kind, value) in self.columns.items():
             numbers = self.dice.integers(0, most, count)
@@ -215,7 +215,7 @@ class Drawn:
         return pa.table({**arrays, **labels})
 
     def model(self, num_labels: int) -> dict[str, Any]:
-        """Return the section of a model that fits."""
+        """Return the section of a model that fits the features and the number of labels."""
         others = [name for name in _OTHERS if num_labels == 1 or name not in _OF_ONE_LABEL]
         name = str(self.dice.choice(["dlrm", "dlrm", *others]))
         if name != "dlrm":
@@ -227,7 +227,7 @@ class Drawn:
         queries = [name for name in ids if name not in lists]
         if not (lists and queries):
             return model
-        self.tables.pop(f"{lists[0]}_rest", None)  # an expert of the table that was there
+        self.tables.pop(f"{lists[0]}_rest", None)  # an expert of the table that is replaced
         self.tables[lists[0]] = {**self._table(["hash"]), "num_hashes": 1}
         return {**model, "attention": {lists[0]: queries[0]}}
 
@@ -294,7 +294,7 @@ def write_random_towers(folder: Path, seed: int) -> Path:
 
 
 def _lists_of_items(drawn: Drawn, count: int, kind: pa.DataType, value: Any) -> pa.Array:
-    """Return lists of items, some of them unknown, null or there twice; of some users none."""
+    """Return lists of items, some of which are unknown, null or repeated; some lists are null."""
     flat = kind.value_type if pa.types.is_dictionary(kind) else kind
     lists = [
         None

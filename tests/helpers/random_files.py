@@ -1,4 +1,4 @@
-"""Writes Parquet as different writers do: encodings, pages and row groups of any kind, and types that mean the same."""
+"""Writes Parquet like different writers do: encodings, pages and row groups of any kind, and equivalent types."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -18,9 +18,9 @@ _ENCODINGS: list[tuple[Callable[[pa.DataType], bool], list[str]]] = [
     (pa.types.is_boolean, ["RLE"]),
 ]
 _INTEGERS = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]
-# By what a type is, others that may hold the same values.
+# Test of a type, and other types that may hold the same values.
 _ALIKE: list[tuple[Callable[[pa.DataType], bool], list[pa.DataType]]] = [
-    (lambda kind: kind == pa.uint64(), []),  # others hash what is beyond int64 to other rows, or do not go with it
+    (lambda kind: kind == pa.uint64(), []),  # other types hash values beyond int64 to other rows, or do not fit it
     (pa.types.is_integer, [*_INTEGERS, *_INTEGERS, pa.decimal128(22, 2), pa.decimal256(40, 0), pa.float64()]),
     (pa.types.is_floating, [pa.float64(), pa.float32(), pa.float16(), pa.int32(), pa.decimal128(30, 4)]),
     (pa.types.is_decimal, [pa.decimal128(38, 5), pa.decimal256(50, 3), pa.decimal128(18, 2), pa.int64()]),
@@ -34,7 +34,7 @@ _ALIKE: list[tuple[Callable[[pa.DataType], bool], list[pa.DataType]]] = [
 
 
 def write(path: Path, table: pa.Table, group_sizes: list[int], dice: random.Random) -> None:
-    """Write a file with row groups of these sizes, 0 too, in a way that is drawn."""
+    """Write a file with row groups of these sizes, which may be 0, with random options."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(50):
         try:
@@ -44,7 +44,7 @@ def write(path: Path, table: pa.Table, group_sizes: list[int], dice: random.Rand
                     writer.write_table(table.slice(start, rows), row_group_size=max(rows, 1))
                     start += rows
             return
-        except _NOT_WRITTEN:  # not all goes together: draw again
+        except _NOT_WRITTEN:  # some options do not fit each other: draw again
             if attempt == 49:
                 raise
 
@@ -56,7 +56,7 @@ def _options(schema: pa.Schema, dice: random.Random) -> dict[str, Any]:
         **{"write_page_checksum": dice.random() < 0.5, "write_page_index": dice.random() < 0.3},
     }
     has_lists = any("list" in str(field.type) for field in schema)
-    if dice.random() < 0.4 and not has_lists:  # of which pyarrow 26 may read no row again where each is a page
+    if dice.random() < 0.4 and not has_lists:  # pyarrow 26 may read no rows of lists if each row is a page
         options |= {"data_page_size": dice.choice([1, 64, 1000]), "write_batch_size": dice.choice([1, 7, 64])}
     if dice.random() < 0.3:
         options["dictionary_pagesize_limit"] = dice.choice([16, 200])  # the rest of a column is plain
@@ -72,7 +72,7 @@ def _options(schema: pa.Schema, dice: random.Random) -> dict[str, Any]:
 
 
 def _columns(kind: pa.DataType, name: str) -> Iterator[tuple[str, pa.DataType]]:
-    """Yield the columns of Parquet that a type is written as."""
+    """Yield name and type of the Parquet columns in which a type is written."""
     if pa.types.is_struct(kind):
         for field in kind:
             yield from _columns(field.type, f"{name}.{field.name}")
@@ -81,15 +81,15 @@ def _columns(kind: pa.DataType, name: str) -> Iterator[tuple[str, pa.DataType]]:
     elif pa.types.is_nested(kind):
         yield from _columns(kind.value_type, f"{name}.list.element")
     else:
-        yield name, kind  # of dictionaries, pyarrow reads no other encoding than theirs and plain
+        yield name, kind  # for dictionaries, pyarrow only reads the dictionary encoding and plain
 
 
 def alike(array: pa.Array, dice: random.Random, floats: bool, views: bool = True) -> pa.Array:
-    """Return an array of the same values and perhaps of another type, which goes with that one in other files.
+    """Return an array of the same values, perhaps with another type, which may occur in another file of a data set.
 
     Args:
-        floats: whether integers may be floats. views: whether that may be a view, which pyarrow does not write out of a
-            struct that is null somewhere.
+        floats: whether integers may become floats. views: whether the type may be a view, which pyarrow cannot write in
+            a struct that is null somewhere.
     """
     if pa.types.is_struct(array.type):
         parts = zip(array.type, array.flatten(), strict=True)
@@ -97,7 +97,7 @@ def alike(array: pa.Array, dice: random.Random, floats: bool, views: bool = True
         names = dice.sample([*fields], len(fields))
         return pa.StructArray.from_arrays([fields[name] for name in names], names, mask=array.is_null())
     if array.null_count == len(array) and dice.random() < 0.5:
-        return pa.nulls(len(array))  # as pandas writes a column without a value
+        return pa.nulls(len(array))  # pandas writes a column without values like this
     kinds = [kind for kind in _kinds(array.type) if views or "view" not in str(kind)]
     for kind in dice.sample(kinds, min(4, len(kinds))):
         try:
@@ -119,7 +119,7 @@ def _kinds(kind: pa.DataType) -> list[pa.DataType]:
 
 
 def _fits_float(array: pa.Array) -> bool:
-    """Whether a float tells these numbers, if they are some, apart as ids, and so may hold them."""
+    """Whether values are not numbers, or are numbers that floats can hold exactly, so that ids stay different."""
     if pa.types.is_nested(array.type):
         parts = array.flatten()
         return all(map(_fits_float, parts)) if isinstance(parts, list) else _fits_float(parts)
@@ -130,11 +130,11 @@ def _fits_float(array: pa.Array) -> bool:
 
 
 def rewrite(source: Path, out: Path, dice: random.Random) -> None:
-    """Write the rows of a folder's files in other types and ways; the row groups stay as they are."""
+    """Write the rows of a folder's files with other types and options; the row groups stay as they are."""
     files = {path: pq.ParquetFile(path) for path in sorted(source.rglob("*.parquet"))}
     tables = {path: [file.read_row_group(n) for n in range(file.num_row_groups)] for path, file in files.items()}
     columns = [(name, rows[name]) for groups in tables.values() for rows in groups for name in rows.column_names]
-    large = {name for name, column in columns if not all(map(_fits_float, column.chunks))}  # then in no file
+    large = {name for name, column in columns if not all(map(_fits_float, column.chunks))}  # float in no file, then
     for path, groups in tables.items():
         rows = pa.concat_tables(groups) if groups else files[path].schema_arrow.empty_table()
         others = {name: alike(_joined(rows[name]), dice, name not in large) for name in rows.column_names}

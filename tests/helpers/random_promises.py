@@ -1,7 +1,7 @@
-"""Draws whole runs: any model, data of all kinds, and any value of every key of which a CPU can train.
+"""Draws whole runs: any model, data of all kinds, and any value that a CPU can train with for every key.
 
-A config is begun by `random_export`, or for models of users' lists here. Then settings are drawn one by one, and those
-that are refused beside what was drawn before are dropped.
+`random_export` makes the first config, or for models of users' lists this module does. Then settings are drawn, and
+those that do not fit what was drawn before are dropped.
 """
 
 import copy
@@ -23,8 +23,8 @@ from recsys.config.device import check_device
 from recsys.errors import UserError
 
 LIST_MODELS = ("sasrec", "simplex", "ultragcn")
-_NO_LIST_ITEMS = ("bool", "binary", "odd decimal")  # two numbers may be one id
-_SHARE = 0.3  # of runs that a setting is drawn for
+_NO_LIST_ITEMS = ("bool", "binary", "odd decimal")  # two numbers may give the same id
+_SHARE = 0.3  # share of runs for which a setting is drawn
 _WIRES = ["FP16", "BF16"]
 _SPLITS = ["data_parallel", "table_wise", "row_wise", "column_wise"]
 _MACHINE_SPLITS = ["table_row_wise", "table_column_wise", "grid_shard"]
@@ -49,7 +49,7 @@ _SCHEDULES = [
     )
     for warmup in (0, 3)
 ]
-# By key, the values that it is drawn from, in this order; of a section that belongs together whole mappings.
+# Key → values to draw from; keys are drawn in this order. Keys of a section that belong together are whole mappings.
 SETTINGS: dict[str, list[Any]] = {
     "data.weight_column": ["row_weight"],
     "data.keep_negatives": [0.5],
@@ -100,7 +100,7 @@ SETTINGS: dict[str, list[Any]] = {
     "run.track": [{"to": ["tensorboard"], "row_norms": True, "item_vectors": True}, {"to": []}],
     "memory": [{"budget": "8GiB"}, {"budget": "8GiB", "fit": True, "allow": ["row_order"]}],
 }
-# By key, the share of runs that settings are drawn for which take long.
+# Key → share of runs for which it is drawn, for settings that take long.
 RARE = {"train.compile": 0.04, "train.publish": 0.1, "data.processes": 0.04, "run.profile_steps": 0.04}
 TABLE_SETTINGS: dict[str, list[Any]] = {
     "sharding_type": [*_SPLITS, *_SPLITS, *_MACHINE_SPLITS],
@@ -163,7 +163,7 @@ MODEL_SETTINGS: dict[str, dict[str, list[Any]]] = {
 
 
 def write_lists(folder: Path, dice: random.Random) -> dict[str, Any]:
-    """Write data of users' lists of items, and return the config of a model for these."""
+    """Write data with users' lists of items, and return the config of a model for these."""
     name, dim = dice.choice(LIST_MODELS), dice.choice([8, 16])
     kinds = [KINDS[dice.choice([kind for kind in KINDS if kind not in _NO_LIST_ITEMS])] for _ in range(2)]
     (user_type, user), (item_type, item) = kinds
@@ -204,7 +204,7 @@ def _flat(kind: pa.DataType) -> pa.DataType:
 
 
 def add_columns(folder: Path, config: dict[str, Any], dice: random.Random) -> None:
-    """Give rows what settings may ask for, put some columns into a struct, and write files of any kind and number."""
+    """Add the columns that settings may need, put some into a struct, and write files of any kind and number."""
     generator = np.random.default_rng(dice.randrange(2**32))
     features = config["features"].values()
     items = {feature.get("column") for feature in features} & _columns(config["data"].get("items"))
@@ -224,7 +224,7 @@ def add_columns(folder: Path, config: dict[str, Any], dice: random.Random) -> No
         rows = pq.read_table(folder / f"{part}.parquet")
         (folder / f"{part}.parquet").unlink()
         count, numbers = len(rows), generator.random(len(rows))
-        if dice.random() < 0.3:  # most rows and ids are there again and again, and some never
+        if dice.random() < 0.3:  # some rows and ids occur many times, and others never
             rows = rows.take(pa.array((count * numbers**3).astype(int)))
         rows = rows.append_column("extra", pa.array(numbers, mask=generator.random(count) < 0.1))
         rows = rows.append_column("row_weight", pa.array(generator.choice([0, 0.5, 1, 3], count)))
@@ -243,7 +243,7 @@ def add_columns(folder: Path, config: dict[str, Any], dice: random.Random) -> No
 
 
 def _write_files(folder: Path, rows: pa.Table, fillable: list[str], dice: random.Random) -> None:
-    """Write rows as files of any number, some without rows, in two partitions; a column may be null in one of them."""
+    """Write rows as any number of files, some empty, in two partitions; a column may be null in one of the files."""
     cuts = [dice.randrange(len(rows)) for _ in range(dice.choice([0, 1, 1, 2, 4]))]
     cuts = sorted([0, *cuts, *(cuts[:1] if dice.random() < 0.3 else []), len(rows)])
     for number, (start, stop) in enumerate(pairwise(cuts)):
@@ -263,7 +263,7 @@ def _columns(path: str | None) -> set[str]:
 
 
 def labels(model: str, dice: random.Random) -> dict[str, Any]:
-    """Return the keys of labels that a ranker may have."""
+    """Return random config keys of labels that a ranker may have."""
     unknown = {"nulls": "unknown"}
     if model == "esmm":
         return {"labels": {"like": "rating > 0.3", "buy": {"expression": "rating > 0.6", "weight": 2}}}
@@ -277,7 +277,7 @@ def labels(model: str, dice: random.Random) -> dict[str, Any]:
 
 
 def base(folder: Path, seed: int, dice: random.Random) -> dict[str, Any]:
-    """Write data and return the config of a run without settings."""
+    """Write data, and return the config of a run before settings are drawn."""
     share = dice.random()
     if share < 0.2:
         config = write_lists(folder, dice)
@@ -292,10 +292,10 @@ def base(folder: Path, seed: int, dice: random.Random) -> dict[str, Any]:
         config["data"] = labels(config["model"]["name"], dice)
         if dice.random() < 0.2:
             config["features"]["part"] = {"table": "part"}
-            other = next(iter(config["tables"].values()))  # whose width some models ask of all
+            other = next(iter(config["tables"].values()))  # some models need the same width for all tables
             dim = other.get("projected_dim") or other["embedding_dim"]
             config["tables"]["part"] = {"num_embeddings": 9, "embedding_dim": dim, "projected_dim": None}
-    # Of 150 rows or 300: the last batch may have a single one, or an epoch a single step.
+    # There are 150 or 300 rows: the last batch may have a single row, or an epoch a single step.
     size = dice.choice([23, 23, 31, 31, 64, 64, 100, 149, 299, 500])
     config["data"] |= {"train": f"{folder}/train", "test": f"{folder}/test", "num_streams": dice.choice([1, 2, 8, 23])}
     config["train"] = {
@@ -310,7 +310,7 @@ def base(folder: Path, seed: int, dice: random.Random) -> dict[str, Any]:
 
 
 def write(folder: Path, seed: int, nproc: int) -> Path:
-    """Write data and a config that so many ranks can train on CPUs; return the config."""
+    """Write data and a config that `nproc` ranks can train on CPUs; return the path of the config."""
     dice, path = random.Random(seed), folder / "config.yaml"
     config, loaded = _loaded(path, base(folder, seed, dice), nproc)
     drawn = [(key.split("."), values, RARE.get(key, _SHARE)) for key, values in SETTINGS.items()]
@@ -319,8 +319,8 @@ def write(folder: Path, seed: int, nproc: int) -> Path:
         fit = {key: values for key, values in TABLE_SETTINGS.items() if "experts" in table or "experts" not in key}
         drawn += [(["tables", name, *key.split(".")], values, 0.3) for key, values in fit.items()]
     if "items" in config["data"]:
-        drawn = [one for one in drawn if one[0] != ["train", "distill"]]  # which such a model has none of
-    if config["train"]["global_batch_size"] >= 100:  # of which data may not have one
+        drawn = [one for one in drawn if one[0] != ["train", "distill"]]  # retrieval models cannot have a teacher
+    if config["train"]["global_batch_size"] >= 100:  # the data may not have a whole batch
         drawn = [one for one in drawn if one[0] != ["data", "drop_last"]]
     chosen = [(keys, dice.choice(values)) for keys, values, share in drawn if dice.random() < share]
     metrics = loaded.model.metric_names(loaded)
@@ -340,7 +340,7 @@ def write(folder: Path, seed: int, nproc: int) -> Path:
 
 
 def _changed(path: Path, config: dict[str, Any], chosen: list[tuple[list[str], Any]], nproc: int) -> dict[str, Any]:
-    """Return a config with those settings that go together: all, or else those of one half, then of the other."""
+    """Return a config with the settings that fit each other: all, or else those of the first half, then the second."""
     changed = copy.deepcopy(config)
     for keys, value in chosen:
         section = changed
@@ -350,7 +350,7 @@ def _changed(path: Path, config: dict[str, Any], chosen: list[tuple[list[str], A
     try:
         return _loaded(path, changed, nproc)[0]
     except UserError:
-        if len(chosen) == 1:  # it does not go with what was drawn before
+        if len(chosen) == 1:  # it does not fit what was drawn before
             return config
     half = len(chosen) // 2
     return _changed(path, _changed(path, config, chosen[:half], nproc), chosen[half:], nproc)
@@ -364,7 +364,7 @@ def _loaded(path: Path, config: dict[str, Any], nproc: int) -> tuple[dict[str, A
 
 
 def drawn_keys(config: dict[str, Any]) -> set[str]:
-    """Return the keys of a config, and those that settings are drawn for; those of names by NAME."""
+    """Return the keys of a config, and those for which settings are drawn; NAME stands for names."""
     sections: list[tuple[str, dict[str, list[Any]]]] = [("", SETTINGS), ("tables.NAME.", TABLE_SETTINGS)]
     sections += [("model.", settings) for settings in MODEL_SETTINGS.values()]
     found = {f"{prefix}{key}" for prefix, settings in sections for key in settings}

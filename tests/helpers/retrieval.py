@@ -36,7 +36,7 @@ train: {global_batch_size: 64, epochs: 12, log_every_steps: 1}
 
 
 def write_retrieval(folder: Path) -> Path:
-    """Write users of two kinds, each of which takes items of its own half, and return a config; ids are strings."""
+    """Write users of two kinds, who each like items of one half, and return a config; ids of items are strings."""
     generator = np.random.default_rng(0)
     items = [f"item-{i}" for i in range(NUM_ITEMS)]
     rows, users = [], []
@@ -70,7 +70,7 @@ class Trained(NamedTuple):
 
 
 def assert_learns_alike(config: Path, run_dir: Path, alone: Trained, *overrides: str, nproc: int) -> None:
-    """Train another run, and hold its losses, its metrics and those of an evaluation to those of one process."""
+    """Train another run, and compare its losses, its metrics and those of an evaluation with the run `alone`."""
     metrics, losses = train(config, run_dir, *overrides, nproc=nproc)
     torch.testing.assert_close(losses, alone.losses, rtol=0, atol=1e-5)
     torch.testing.assert_close(metrics, alone.metrics, rtol=0, atol=1e-6)

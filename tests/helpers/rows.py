@@ -1,4 +1,4 @@
-"""What the tests of the loader share: files of rows that can be told apart, and how they are read."""
+"""Shared parts of the tests of the loader: files of rows that can be told apart, and functions that read them."""
 
 import threading
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ OPTIONS = LoaderOptions(
 
 
 def table(first: int, count: int) -> pa.Table:
-    """Rows that can be told apart, with all that follows from their number."""
+    """Return numbered rows, in which all columns follow from the number."""
     numbers = range(first, first + count)
     return pa.table(
         {
@@ -41,7 +41,7 @@ def table(first: int, count: int) -> pa.Table:
 
 
 def write(folder: Path, sizes: list[list[int]]) -> Dataset:
-    """Write files with row groups of these sizes; the rows are numbered through."""
+    """Write files with row groups of these sizes; rows are numbered across all files."""
     folder.mkdir(parents=True, exist_ok=True)
     first = 0
     for f, file_sizes in enumerate(sizes):
@@ -52,7 +52,7 @@ def write(folder: Path, sizes: list[list[int]]) -> Dataset:
     return open_dataset("data.train", str(folder), dict.fromkeys(SPEC.columns(), "key"))
 
 
-STARTS = (0, 40, 53, 54, 84)  # its row groups' first rows
+STARTS = (0, 40, 53, 54, 84)  # first rows of row groups
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Row:
 
 
 def rows(batch: Batch) -> list[Row | None]:
-    """The rows of a batch, None for fill."""
+    """Return the rows of a batch, with None for fillers."""
     number, history = (batch.ids[key].to_dense() for key in ("row", "history"))
     result: list[Row | None] = []
     for i, weight in enumerate(batch.weights.tolist()):

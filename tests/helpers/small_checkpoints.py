@@ -1,4 +1,4 @@
-"""Checkpoints of a model that takes no time: every tensor of one is full of the same number."""
+"""Checkpoints of a tiny model: all elements of a checkpoint's tensors are the same number."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from recsys.runtime.world import World
 
 
 def tensors(value: float) -> Tensors:
-    """A table and a dense part full of one number, with an optimizer that has made a step."""
+    """Return a table and a dense part full of one number, with an optimizer that has taken a step."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
@@ -33,7 +33,7 @@ def checkpoints(folder: Path, world: World, **settings: Any) -> Checkpoints:
 
 
 def loaded(folder: Path, world: World) -> float:
-    """Load the newest whole checkpoint; return the number that it is full of."""
+    """Load the newest valid checkpoint; return the number that it is full of."""
     found = checkpoints(folder, world).newest_valid()
     assert found is not None
     into = tensors(-1.0)

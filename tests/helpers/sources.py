@@ -1,24 +1,24 @@
-"""Sources of packages, read without importing them: what their names stand for."""
+"""Sources of packages, read without importing them, to find what names stand for."""
 
 import ast
 from collections.abc import Iterator
 from functools import cache
 
-UNKNOWN = object()  # not to be told from the sources: the benefit of the doubt
+UNKNOWN = object()  # the sources do not say, so it gets the benefit of the doubt
 
 
 class Sources:
     """Looks names up in the source files of a package, through re-exports and base classes."""
 
     def __init__(self, files: dict[str, str]):
-        """Take the sources by path, as `torchrec/distributed/types.py`."""
+        """Use the sources in `files`, by path such as `torchrec/distributed/types.py`."""
         self._files = files
         self._module = cache(self._load)
         self._calls_in = cache(self._all_calls)
         self._packages = {path.split("/")[0] for path in files}
 
     def _load(self, module: str) -> tuple[str, ast.Module] | None:
-        """The package that relative imports in the module start from, and its syntax tree."""
+        """Return the package from which relative imports in a module start, and the module's syntax tree."""
         path = module.replace(".", "/")
         if f"{path}/__init__.py" in self._files:
             return module, ast.parse(self._files[f"{path}/__init__.py"])
@@ -27,7 +27,7 @@ class Sources:
         return None
 
     def find(self, name: str):
-        """What the full dotted name stands for: (module, node), UNKNOWN, or None if there is no such thing."""
+        """Return what a full dotted name stands for: (module, node), UNKNOWN, or None if it does not exist."""
         if name.split(".")[0] not in self._packages or self._module(name):
             return UNKNOWN
         parent, _, last = name.rpartition(".")
@@ -64,7 +64,7 @@ class Sources:
         return next((f for f in found if f), None)
 
     def _base(self, module: str, base: ast.expr):
-        """A base class; None for those that bring no members of their own."""
+        """Return a base class, or None for one that has no members of its own."""
         name = ast.unparse(base).split("[")[0]
         if name.split(".")[-1] in ("object", "Enum", "str", "ABC", "Generic", "NamedTuple", "Protocol"):
             return None
@@ -72,7 +72,7 @@ class Sources:
         return found if isinstance(found, tuple) and isinstance(found[1], ast.ClassDef) else UNKNOWN
 
     def keywords(self, name: str) -> set[str] | None:
-        """The keywords that calling `name` takes, or None if anything goes or nobody knows."""
+        """Return the keywords that a call of `name` accepts, or None if it accepts any, or this is unknown."""
         found = self.find(name)
         if not isinstance(found, tuple):
             return None
@@ -89,7 +89,7 @@ class Sources:
         return {arg.arg for arg in [*node.args.args, *node.args.kwonlyargs]}
 
     def function(self, name: str) -> tuple[ast.FunctionDef | None, bool]:
-        """The function that runs when `name` is called, if that is known, and whether it gets an object first."""
+        """Return the function that a call of `name` runs, if known, and whether its first argument is an object."""
         found = self.find(name)
         if not isinstance(found, tuple):
             return None, False
@@ -102,19 +102,19 @@ class Sources:
         return (node if known else None), "classmethod" in decorators
 
     def calls(self, method: str, folder: str) -> Iterator[tuple[str, ast.Call]]:
-        """Path and call, of every call of an attribute of this name in a folder."""
+        """Yield path and call for every call of an attribute of this name in a folder."""
         for path, text in self._files.items():
             if path.startswith(folder) and f".{method}(" in text:
                 yield from ((path, call) for name, call in self._calls_in(path) if name == method)
 
     def _all_calls(self, path: str) -> list[tuple[str, ast.Call]]:
-        """The calls of attributes in a file, each with the attribute's name."""
+        """Return the calls of attributes in a file, each with the attribute's name."""
         nodes = ast.walk(ast.parse(self._files[path]))
         calls = [node for node in nodes if isinstance(node, ast.Call)]
         return [(call.func.attr, call) for call in calls if isinstance(call.func, ast.Attribute)]
 
     def _fields(self, module: str, node: ast.ClassDef) -> set[str] | None:
-        """The fields of a dataclass or named tuple and of its bases."""
+        """Return the fields of a dataclass or named tuple and of its bases."""
         fields = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
         for base in node.bases:
             found = self._base(module, base)
@@ -126,12 +126,12 @@ class Sources:
 
 
 def up(package: str, level: int) -> str:
-    """What `level` leading dots of a relative import stand for."""
+    """Return the package that `level` leading dots of a relative import stand for."""
     return ".".join(package.split(".")[: len(package.split(".")) - level + 1]) if level else ""
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a body and of the branches in it."""
+    """Yield the statements of a body and of the branches in it."""
     for node in body:
         yield node
         for field in ("body", "orelse", "finalbody"):

@@ -1,4 +1,4 @@
-"""Trains in forked ranks and walks over all tensors that live there, whoever holds them."""
+"""Trains in forked ranks, and measures all tensors that are alive there, whatever holds them."""
 
 import gc
 import json
@@ -28,7 +28,7 @@ def walk(config: Path, variants: Sequence[list[str]], nproc: int, folder: Path, 
     """Train each variant (overrides of the config) for two steps on `nproc` ranks.
 
     Returns:
-        By variant and rank: bytes "predicted" and "measured" by kind, and what else lives ("rest").
+        By variant and rank: bytes "predicted" and "measured" by kind, and those of all other live tensors ("rest").
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -59,7 +59,7 @@ def _rank(config: str, variants: list[list[str]], variables: dict[str, str], pat
 
 def _train(config_path: str, overrides: list[str], world: World) -> dict:
     gc.collect()
-    before = _live()  # of the process, such as constants of libraries
+    before = _live()  # tensors that the process has anyway, such as constants of libraries
     config = load_config(config_path, overrides)
     inputs = open_inputs(config, world)
     built = build_model(inputs)
@@ -68,7 +68,7 @@ def _train(config_path: str, overrides: list[str], world: World) -> dict:
         for _ in range(2):
             pipeline.progress(iter(list(islice(batches, 1))))
     del pipeline, batches
-    time.sleep(0.1)  # gloo's threads let go of what they have exchanged a little after all ranks have it
+    time.sleep(0.1)  # gloo's threads release exchanged tensors a little after all ranks have them
     gc.collect()
     live = {pointer: size for pointer, size in _live().items() if pointer not in before}
     kinds = _kinds(built)
@@ -94,18 +94,18 @@ def _live() -> dict[int, int]:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of the storages of tensors in memory, by address."""
+    """Return the bytes of the storages of tensors in host memory, by address."""
     plain = (t for t in tensors if not hasattr(t, "local_shards"))  # the pieces of a ShardedTensor are tensors too
     storages = [t.untyped_storage() for t in plain if t.layout is torch.strided and t.device.type == "cpu"]
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
 def _kinds(built: Built) -> dict[str, dict[int, int]]:
-    """The storages by what holds them: FBGEMM's modules, the dense part, its optimizer."""
+    """Return the storages by kind of what holds them: FBGEMM's modules, the dense part, its optimizer."""
     modules = [kernel.emb_module for kernel in kernels(built.model, FusedOptimizerModule)]
     weights = [module.weights_host for module in modules]
     names = ("momentum1_host", "momentum2_host")
-    # Where an optimizer has no state, FBGEMM keeps placeholders of one number.
+    # If an optimizer has no state, FBGEMM keeps placeholders of one number.
     states = [s for module in modules for n in names if (s := getattr(module, n)).numel() > 1]
     for table in built.table_updates.replicated.tables:
         weights.append(table.weights)

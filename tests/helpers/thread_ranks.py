@@ -1,4 +1,4 @@
-"""Ranks that are threads of a test, for what they gather of each other."""
+"""Ranks that are threads of a test, for code in which ranks gather values from each other."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 
 
 class Rank:
-    """Stands for a `World`; all ranks call the same of its methods."""
+    """A substitute for `World`; all ranks must call the same methods."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
         self.rank, self.world_size = rank, len(values)
@@ -36,7 +36,7 @@ ALONE = Rank(0, threading.Barrier(1), [None])
 
 
 def on_ranks(num_ranks: int, compute: Callable[[Any], Any]) -> list[Any]:
-    """Return what each rank computes with its world; if one fails, the others wait for a minute."""
+    """Return what each rank computes with its `Rank`; if one fails, the others wait for a minute."""
     barrier, values = threading.Barrier(num_ranks, timeout=60), [None] * num_ranks
     with ThreadPoolExecutor(num_ranks) as threads:
         return list(threads.map(compute, [Rank(rank, barrier, values) for rank in range(num_ranks)]))
