@@ -1,4 +1,4 @@
-"""The vectors of all items, shared by the ranks, and which of them suit users best."""
+"""The vectors of all items, spread over the ranks, and the best items for users."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from recsys.data.batch import Batch
 from recsys.runtime.world import World
 
-# Users × items scored together, in FP32: 8 MiB of what a core's cache holds best, or enough for a GPU's many.
+# Users × items scored together, in FP32: 8 MiB, which suit a core's cache best, or enough to fill a GPU.
 _SCORES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 25}
 
 
@@ -21,8 +21,8 @@ class ItemVectors:
     """Vectors of the items of a corpus, spread over the ranks: each holds those that it has computed.
 
     Args:
-        vectors: of this rank's items, [own, dim]. positions: of these in the corpus, int64 [own].
-        num_items: of the corpus.
+        vectors: those of this rank's items, [own, dim]. positions: where these are in the corpus, int64 [own].
+        num_items: size of the corpus.
     """
 
     def __init__(self, vectors: torch.Tensor, positions: torch.Tensor, num_items: int, world: World) -> None:
@@ -45,17 +45,17 @@ class ItemVectors:
     def best(self, users: torch.Tensor, k: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores and positions of the best items of a batch's rows, best first: each [batch, k].
 
-        Items that a row has in `seen`, or not in `candidates` if it has these, have a score of -inf, as have all items
-        of a row of weight 0. Of fewer than k items all are returned. Collective if `users` are others than the last
-        time.
+        Items that are in a row's `seen`, or not in its `candidates` if the batch has these, get a score of -inf; so do
+        all items of a row of weight 0. If there are fewer than k items, all are returned. Collective, unless `users`
+        are those of the last call.
 
         Args:
             users: of the batch, [batch, dim].
         """
         last_users, best = self._last
         if users is not last_users:  # slices of a batch ask for the same
-            # All items tie for rows that fill up the batch, and breaking ties takes ten times as long as the rest. NaN
-            # ties with nothing. The product keeps its shape, since others round otherwise.
+            # All items would tie for rows that fill up the batch, and breaking ties takes ten times as long as the
+            # rest. NaN ties with nothing. These rows stay, since a product of another shape rounds differently.
             uncounted = (batch.weights == 0)[:, None]
             scores, places = self._best_of_all(users.masked_fill(uncounted, torch.nan), min(k, self._num_items), batch)
             best = scores.masked_fill(uncounted, -torch.inf), places
@@ -68,7 +68,7 @@ class ItemVectors:
         lists = {key: torch.stack(pairs_of(batch, key), dim=1) for key in ("candidates", "seen") if key in keys}
         if self._world.world_size == 1:
             return self._best_of_own(users, k, lists)
-        # Users are sent to the items, which are more: each rank returns its best items for the users of all ranks.
+        # Users are sent, since there are more items: each rank returns its best items for the users of all ranks.
         of_ranks = zip(_gathered(users), *(_gathered(pairs) for pairs in lists.values()), strict=True)
         best = [self._best_of_own(asking, k, dict(zip(lists, pairs, strict=True))) for asking, *pairs in of_ranks]
         most = max(len(scores) for scores, _ in best)
@@ -119,9 +119,9 @@ class ItemVectors:
 
 
 def _best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the k highest scores of each row, and their places, [rows, k]; of equal ones the first.
+    """Return the k highest scores of each row, and their places, [rows, k]; of equal scores the first ones.
 
-    `topk` returns any of equal ones, so that among items whose ids share a table row the number of ranks would decide.
+    `topk` returns any of equal scores, so the number of ranks would decide among items whose ids share a table row.
     """
     highest, places = scores.topk(min(k + 1, scores.shape[1]), dim=1)
     last, below, places = highest[:, k - 1 : k], highest[:, k:], places[:, :k]
@@ -174,10 +174,11 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def barred_scores(keys: torch.Tensor, ids: torch.Tensor, row: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return which drawn items are no negatives of a user, who has them, or are fill, [rows, keys] bool.
+    """Return which drawn items are not negatives of a user, who has them, or are fillers, [rows, keys] bool.
 
     Args:
-        keys: of the drawn items, ascending; those below 0 are fill. ids: of all users' items. row: their users, [ids].
+        keys: table rows of the drawn items, ascending; below 0 for fillers. ids: table rows of all users' items.
+        row: the users of these, [ids].
     """
     place = torch.searchsorted(keys, ids)  # the first of equal keys
     place = torch.where(keys[place.clamp(max=len(keys) - 1)] == ids, place, len(keys))

@@ -25,7 +25,7 @@ def softmax_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.T
 class Lists:
     """Places of the ids of a batch's lists, and the buckets in which the lists are padded.
 
-    Lists are sorted by length, and a new bucket begins where padding to the longest list would take more than 1.25
+    Lists are sorted by length, and a new bucket begins when padding to the longest list would need more than 1.25
     places an id. On a GPU a kernel for lists of any length (torch.nn.attention.varlen) would need no buckets.
 
     Attributes:
@@ -71,9 +71,9 @@ class Lists:
 
 
 class PaddedLists:
-    """`Lists` with every list padded to one length, for `torch.export`, which takes no shapes that depend on the data.
+    """`Lists` with every list padded to one length, since `torch.export` has no shapes that depend on the data.
 
-    Attributes: as of `Lists`.
+    Attributes: see `Lists`.
     """
 
     def __init__(self, lengths: torch.Tensor, num_ids: int, longest: int) -> None:

@@ -83,7 +83,7 @@ class ListConfig(RetrievalConfig):
 
 
 class RetrievalModel(Model):
-    """Base of models of a vector for each user and for each item, whose dot product is their score.
+    """Base of models with a vector for each user and for each item, whose dot product is their score.
 
     The loss is over the whole batch, since rows are compared with items of other rows, or drawn ones. In evaluation the
     outputs are vectors of users and of items, each [rows, vector_dim].
@@ -106,20 +106,20 @@ class RetrievalModel(Model):
         self._scores, self._most_pieces = _SCORES[device.type], 2
 
     def pieces_of_loss(self, device: torch.device) -> tuple[int, int | None]:
-        """Return how many scores the loss computes at once, and of at most how many pieces, None: of all."""
+        """Return how many scores the loss computes at once, and how many pieces of them at most (None: all)."""
         return self._scores or _SCORES[device.type], self._most_pieces
 
 
 class ListModel(RetrievalModel):
-    """Base of models with a `ListConfig`: every item of a user's list is to be found among those that are drawn."""
+    """Base of models with a `ListConfig`: every item of a user's list is to be told from drawn items."""
 
     def denominator(self, batch: Batch) -> torch.Tensor:
         return sum_of_rows(batch.weights * batch.ids[self.config.history].lengths(), self.num_parts)
 
     def drawn(self, items: torch.Tensor, batch: Batch) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Return where a batch's drawn items begin, and vectors and table rows of those of all ranks; collective.
+        """Return where a batch's drawn items begin, and vectors and table rows of all ranks' drawn items; collective.
 
-        Both are ordered by table row, which is -1 where a rank has drawn one item less.
+        Both are sorted by table row, which is -1 in place of the last item of a rank that has drawn one item less.
 
         Args:
             items: vectors of the batch's items, [rows, dim].
@@ -130,10 +130,10 @@ class ListModel(RetrievalModel):
 
 
 def check_vectors(outputs: Any, num_rows: int, dim: int) -> None:
-    """Refuse outputs in evaluation that are no vectors of users and of items, [num_rows, dim] each.
+    """Refuse outputs in evaluation that are not vectors of users and of items, [num_rows, dim] each.
 
     Raises:
-        UserError: they have other shapes, as those of a user's own model may.
+        UserError: they have other shapes, as a user's own model may return.
     """
     parts = outputs if isinstance(outputs, tuple) else (outputs,)
     shapes = [list(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__ for part in parts]

@@ -138,10 +138,10 @@ class SASRec(ListModel, PartByPart):
     def _of_parts(self, values: torch.Tensor, lengths: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield, for each part of the lists, the vectors of the ids and the states after them, each [ids, dim].
 
-        Gradients are summed part by part, and lists padded with those of their part, as by processes with a part each.
+        Gradients are summed part by part, and lists padded with those of their part, as if each part had a process.
 
         Args:
-            values: vectors of the ids. lengths: of the lists; those of drawn items, which are empty, at the end.
+            values: vectors of the ids. lengths: those of the lists, then those of drawn items, which are empty.
         """
         dropouts = [
             module
@@ -157,7 +157,7 @@ class SASRec(ListModel, PartByPart):
             part_lengths, values.split([int(lengths_of_part.sum()) for lengths_of_part in part_lengths]), strict=True
         ):
             lists = Lists.of(lengths_of_part, values.device)
-            for module in dropouts:  # so that masks depend on the place of an id in its list too, not on rows alone
+            for module in dropouts:  # so that masks depend on the place of an id in its list too, not only on rows
                 assert rows is not None
                 module.rows = rows[first + lists.row] * (self.config.max_length + 1) + lists.from_end
             part_values = self.list_dropout(part_values)
@@ -165,7 +165,7 @@ class SASRec(ListModel, PartByPart):
             first += len(lengths_of_part)
 
     def _states(self, values: torch.Tensor, lists: Lists | PaddedLists) -> torch.Tensor:
-        # The last id of a list is no input in training, and its state is not used.
+        # The last id of a list is not an input in training, and its state is not used.
         place = (lists.from_end - int(self.training)).clamp(0, self.config.max_length - 1)
         x = self.dropout(values + take_rows(self.positions, place))
         for number in range(self.config.num_blocks):
@@ -254,7 +254,7 @@ class _LossOfDrawn(torch.autograd.Function):
                 losses[rows] = (total - positive) * weight
                 by_positive, by_negatives = (positive - total).expm1(), scores.sub_(total[:, None]).exp_()
             else:
-                number = 1 + num_drawn  # not by rows: ranks may hold fill
+                number = 1 + num_drawn  # not len(negatives), since some may be fillers
                 losses[rows] = (beta * F.softplus(-positive) + F.softplus(scores).sum(1)) * weight / number
                 by_positive, by_negatives = -beta * (-positive).sigmoid() / number, scores.sigmoid_().div_(number)
             by_positive, by_negatives = (by_positive * weight)[:, None], by_negatives.mul_(weight[:, None])

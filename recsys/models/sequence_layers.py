@@ -11,8 +11,8 @@ from recsys.models.columns import take_rows
 from recsys.models.dropout import RowDropout
 from recsys.models.jagged import Lists, PaddedLists
 
-_FACTORS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 25}  # of HSTU's attention, in FP32; several tensors have so many
-_FAKE_PARTS = 4  # at most, of fake tensors: each takes a dry run time, and more would add little to what it learns
+_FACTORS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 25}  # of HSTU's attention, in FP32; several tensors have this size
+_FAKE_PARTS = 4  # the most parts of fake tensors: each takes a dry run time, and more would show it little else
 
 
 class SwiGLU(nn.Module):
@@ -32,8 +32,8 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Attention over an id and those before it, then a feed-forward network; both read their input normalised.
 
-    Their outputs are added to the input, of `ligr` times a gate that is a function of the input. Of `original` they are
-    added to the normalised input, and keys and values of attention are of the input that is not normalised.
+    Their outputs are added to the input, in `ligr` after multiplication by a gate, a function of the input. In
+    `original` they are added to the normalised input, but attention makes keys and values of the input as it is.
     """
 
     def __init__(self, layer: SequenceLayer, dim: int, num_heads: int, width: int | None, dropout: float) -> None:
@@ -68,10 +68,10 @@ class Block(nn.Module):
 
 
 class HSTU(nn.Module):
-    """Attention whose factors are SiLUs of products over a constant; times a gate, and added to the input.
+    """Attention whose factors are SiLUs of products, divided by a constant; multiplied by a gate, added to the input.
 
-    A learned number is added to each product, by the distance of the two ids. The constant is `max_length`: with the
-    longest list of a batch in its place, rows would depend on each other.
+    A learned number for the distance of the two ids is added to each product. The constant is `max_length`: if it were
+    the length of a batch's longest list, rows would depend on each other.
     """
 
     def __init__(self, dim: int, num_heads: int, max_length: int, dropout: float) -> None:

@@ -1,4 +1,4 @@
-"""Retrieval by a user's own vector and the mean of those of their items: matrix factorization and SimpleX."""
+"""Retrieval by a user's own vector and the mean of their items' vectors: matrix factorization and SimpleX."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -77,9 +77,9 @@ def check_user_items(section: Any, config: Config, lists: dict[str, str]) -> Non
 
 
 class SimpleX(ListModel):
-    """A user's vector is their own and a linear map of the mean of their items'; a score is a cosine with an item's.
+    """A user's vector is their own plus a linear map of the mean of their items'; a score is its cosine with an item's.
 
-    With `item_bias` a number of the item is added to it: the last column of its vector, which has no other use then.
+    With `item_bias` a number of the item is added to the score: the last column of its vector, not used otherwise then.
 
     In training the mean includes the item that is to be found, as in the paper. With `leave_one_out` it is the mean of
     the others, as when the model is used. Negatives are compared with the mean of all items in both cases.
@@ -105,8 +105,8 @@ class SimpleX(ListModel):
             return users, items
         positives, row = history.values(), row_of_each_id(history)
         if self.config.leave_one_out:
-            # Without the mask, the two gradients of 0 / |0| of an only item would cancel, and with them that by its
-            # negatives.
+            # Without the mask, an only item would get two huge gradients of 0 / |0|. They cancel, but the gradient by
+            # its negatives would be lost in their rounding.
             total_of_others = (take_rows(total, row) - positives).masked_fill((lengths == 1)[row], 0)
             mean = self.dropout(total_of_others / (lengths - 1).clamp(min=1)[row], row)
             queries = self._user_vectors((1 - share) * take_rows(own, row) + share * self.map(mean))
@@ -156,14 +156,14 @@ class SimpleX(ListModel):
             own, others = 1 - own, (scores - config.margin).relu()
         else:
             own, others = F.softplus(-own / config.temperature), F.softplus(scores / config.temperature)
-        others = others.masked_fill(barred, 0).sum(1) / config.sampled_negatives  # not by rows: ranks may hold fill
+        others = others.masked_fill(barred, 0).sum(1) / config.sampled_negatives  # not by columns: some may be fillers
         return own + config.negative_weight * take_rows(others, row)
 
 
 class _LossOfPairs(torch.autograd.Function):
     """The weighted sum of softplus(negative - own) over all items of the lists, each with all negatives of its user.
 
-    These are computed for some items at a time, and overwritten by their gradient, in the forward pass.
+    The differences are computed for some items at a time, and overwritten by their gradient, in the forward pass.
     """
 
     @staticmethod
@@ -178,7 +178,7 @@ class _LossOfPairs(torch.autograd.Function):
     ) -> torch.Tensor:
         total, of_own, of_scores = own.new_zeros(()), torch.zeros_like(own), torch.zeros_like(scores)
         for part in pieces(len(own), max(1, num_scores // scores.shape[1]), most_pieces):
-            margins = scores[row[part]] - own[part, None]  # -inf of those that do not count
+            margins = scores[row[part]] - own[part, None]  # -inf for those that do not count
             total = total + F.softplus(margins).sum(1) @ weights[part]
             by_margins = margins.sigmoid_().mul_(weights[part, None])
             of_own[part] = -by_margins.sum(1)

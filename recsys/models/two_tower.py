@@ -130,8 +130,8 @@ class TwoTower(RetrievalModel):
     """User tower and item tower, trained by comparing each row with the items of the global batch, on all ranks.
 
     Each row's own item is its positive. The items of other rows and drawn items are its negatives, except those of rows
-    of weight 0 and those equal to its own (accidental hits). With logQ correction the log of an item's share of these
-    is subtracted from its score, since popular items come up as negatives that much more often.
+    of weight 0 and those equal to its own (accidental hits). With logQ correction, the log of an item's share of these
+    is subtracted from its score, since popular items come up as negatives more often in this proportion.
     """
 
     Config = TwoTowerConfig
@@ -223,9 +223,9 @@ class _LossOfRows(torch.autograd.Function):
 def _of_softmax(
     scores: torch.Tensor, positives: torch.Tensor, barred: torch.Tensor, log_odds: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross-entropies, [rows], and their gradients by the scores, [rows, items]."""
+    """Return the cross-entropies, [rows], and the gradients of the scores, [rows, items]."""
     if log_odds is not None:
-        # The negatives are n draws from all items but the row's own, p: with log(n Q / (1 - Q(p))) in place of log Q
+        # The negatives are n draws from all items except the row's own, p. With log(n Q / (1 - Q(p))) instead of log Q
         # for them, and nothing for p, the cross-entropy has the gradient of the paper's loss.
         number = (~barred).sum(dim=1, keepdim=True) - 1
         scores.scatter_add_(1, positives, log_odds + number.clamp(min=1).log())
@@ -235,7 +235,7 @@ def _of_softmax(
 
 
 def _of_pairs(scores: torch.Tensor, positives: torch.Tensor, barred: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses of BPR, [rows], and their gradients by the scores, [rows, items].
+    """Return the losses of BPR, [rows], and the gradients of the scores, [rows, items].
 
     A loss is the mean, over the negatives, of -log sigmoid(own score - negative's score).
     """

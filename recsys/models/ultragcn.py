@@ -83,12 +83,13 @@ class UltraGCNConfig(ListConfig):
 class UltraGCN(ListModel):
     """A score is the dot product of a user's vector and an item's.
 
-    The loss of a user's item i is w(u, i) · softplus(-s(u, i)), and negative_weight times the mean over the drawn items
-    j that are not theirs of w(u, j) · softplus(s(u, j)); that of a neighbour k is its weight times softplus(-s(u, k)).
+    The loss of a user's item i is w(u, i) · softplus(-s(u, i)), plus negative_weight times the mean over drawn items j,
+    the user's own counted as 0, of w(u, j) · softplus(s(u, j)). The loss of a neighbour k is neighbour_weight times its
+    weight times softplus(-s(u, k)).
 
-    The logit s is the score minus log(negative_weight), if that weight is above 1: these are the prior log odds of an
-    item. In the paper the logit is the score, and all vectors have to learn these odds first, which takes more steps
-    than a row has that is trained once an epoch.
+    The logit s is the score minus log(negative_weight) if that weight is above 1: these are the prior log odds of an
+    item. In the paper the logit is the score. Then all vectors have to learn these odds first, which takes more steps
+    than a row gets that is trained once an epoch.
     """
 
     Config = UltraGCNConfig
