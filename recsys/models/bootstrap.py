@@ -28,7 +28,7 @@ class Bootstrap:
         """Return, by metric, the bounds that hold 95 % of draws; collective, each rank computes its share of them.
 
         Args:
-            units: of all rows, uint64 [rows], the same on every rank.
+            units: the unit of each row, uint64 [rows], the same on every rank.
             measure: computes the metrics from the number of times that each row is drawn, float64 [rows].
         """
         distinct, place = np.unique(units, return_inverse=True)

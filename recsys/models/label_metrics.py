@@ -28,12 +28,12 @@ def auc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
 
 
 def grouped_auc(groups: np.ndarray, labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
-    """Return the mean of the groups' AUCs by their sums of weights (Zhu et al. 2017, doi:10.1145/3097983.3098134).
+    """Return the groups' mean AUC, weighted by their sums of weights (Zhu et al. 2017, doi:10.1145/3097983.3098134).
 
     Groups in which one class is missing do not count; NaN if there are no others, or a score is NaN.
 
     Args:
-        groups: of any type, [rows]. labels, scores, weights: as of `auc`.
+        groups: of any type, [rows]. labels, scores, weights: see `auc`.
     """
     if not len(labels) or np.isnan(scores).any():
         return float("nan")
@@ -70,8 +70,8 @@ def _ordered_pairs(
 def label_metrics(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray) -> dict[str, float]:
     """Return the metrics of a label over rows; NaN where they are not defined.
 
-    Of a binary label AUC, log loss in nats, normalized entropy (log loss over the entropy of the mean label; He et al.
-    2014, doi:10.1145/2648584.2648589) and calibration (the mean prediction over the mean label); of a number the root
+    A binary label has AUC, log loss in nats, normalized entropy (log loss over the entropy of the mean label; He et al.
+    2014, doi:10.1145/2648584.2648589) and calibration (the mean prediction over the mean label). A number has the root
     mean squared error and the mean absolute error.
 
     Args:
@@ -84,12 +84,12 @@ def label_metrics(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weig
 def influences(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
     """Return, by metric, its change to first order when a row counts once more, float64 [rows].
 
-    The sum of their squares is the variance of the metric. Likewise, that of the differences of two models' influences
-    is the variance of the metric's difference (infinitesimal jackknife, Jaeckel 1972; for AUC that of DeLong et al.
+    The sum of their squares is the variance of the metric. Likewise, the squared differences of two models' influences
+    sum to the variance of the metric's difference (infinitesimal jackknife, Jaeckel 1972; for AUC that of DeLong et al.
     1988, doi:10.2307/2531595).
 
     Args:
-        labels, outputs, weights: as of `label_metrics`, without rows of weight 0.
+        labels, outputs, weights: see `label_metrics`; without rows of weight 0.
     """
     of_rows = np.array(_of_rows(loss, labels, outputs, weights))
     sums = of_rows.sum(1)
@@ -103,8 +103,8 @@ def influences(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights
 
 
 def _auc_influences(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return, for a positive row, the share of negative rows below it, and for a negative one that of positive rows
-    above it, minus AUC and times its share of its class; ties count half."""
+    """Return, for a positive row, the share of negative rows below it, and for a negative row the share of positive
+    rows above it, each minus AUC and times the row's share of its class; ties count half."""
     _, place = np.unique(scores, return_inverse=True)
     positive, negative = np.bincount(place, weights * labels), np.bincount(place, weights * (1 - labels))
     num_positive, num_negative = positive.sum(), negative.sum()
@@ -117,14 +117,14 @@ def _auc_influences(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray)
 
 
 def _sums(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the sums over rows that `_from_sums` takes: of weights, and of weighted values."""
+    """Return the sums over rows that `_from_sums` reads: of weights, and of weighted values."""
     return np.array([terms.sum() for terms in _of_rows(loss, labels, outputs, weights)], np.float64)
 
 
 def _of_rows(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray) -> list[np.ndarray]:
     """Return the terms of rows in each of `_sums`, [rows] each."""
     if loss.is_binary:
-        with np.errstate(invalid="ignore"):  # of scores that are NaN
+        with np.errstate(invalid="ignore"):  # for scores that are NaN
             losses = np.logaddexp(0, outputs) - labels * outputs
             rates = np.exp(-np.logaddexp(0, -outputs))  # 1 / (1 + exp(-x)) without an overflow
         return [weights, weights * labels, weights * losses, weights * rates]
@@ -147,8 +147,8 @@ class LabelEvaluator:
     """Evaluator of labels, with the metrics of `label_metrics`.
 
     Their names begin with that of the label if there are several: `click.auc`. Rows whose label is unknown do not count
-    for it. For AUC a rank keeps 8 bytes of each of its rows, and if there are other ranks takes as many again to
-    compute it; other metrics need sums alone, unless rows have units.
+    for it. For AUC a rank keeps 8 bytes of each of its rows, and with other ranks needs as many again to compute it.
+    Other metrics need only sums, unless rows have units.
     """
 
     def __init__(self, labels: Mapping[str, LabelConfig]) -> None:
@@ -161,7 +161,7 @@ class LabelEvaluator:
     def update(
         self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch, units: np.ndarray | None = None
     ) -> None:
-        """Take the outputs for one batch; `units`, uint64 [rows], say what each row belongs to."""
+        """Add the outputs for one batch; `units`, uint64 [rows], say what each row belongs to."""
         columns = by_label(outputs, self._labels, len(batch.weights))
         for (_, loss, i), column in zip(self._prefixed(), columns, strict=True):
             values = torch.stack([batch.labels[:, i], column.float(), batch.label_weights(i)]).cpu().numpy()
@@ -182,7 +182,7 @@ class LabelEvaluator:
         for prefix, loss, i in self._prefixed():
             values = {}
             num_rows, *sums = world.sum(torch.from_numpy(self._sums[i])).numpy()
-            if loss.is_binary and np.isnan(sums[-1]):  # the sum of predictions: a score is NaN, and has no place
+            if loss.is_binary and np.isnan(sums[-1]):  # sum of predictions: a NaN score has no place in order
                 values["auc"] = float("nan")
             elif loss.is_binary:
                 rows = self._packed[i].joined()
@@ -192,7 +192,7 @@ class LabelEvaluator:
         return metrics
 
     def grouped(self, world: World) -> dict[str, float]:
-        """Return the grouped AUC of binary labels, by the units as groups; collective, each rank takes all rows."""
+        """Return the grouped AUC of binary labels, with units as groups; collective, each rank holds all rows."""
         return {
             f"{prefix}gauc": grouped_auc(units, *values)
             for prefix, loss, values, units in self._of_all(world)

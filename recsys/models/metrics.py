@@ -69,13 +69,13 @@ _BY_USER: dict[RetrievalMetric, Callable[[torch.Tensor, torch.Tensor], torch.Ten
 class RetrievalEvaluator:
     """Metrics of the best K items of users, among all items but those in `seen`.
 
-    They are defined as in ranx (Bassani 2022, doi:10.1007/978-3-030-99739-7_30), and recall@K and map@K divide by the
-    number of a user's targets, be they more than K or not. The best possible of ndcg@K is a target at each of the first
-    places, as many as there are targets or K, be there so many items or not. Users without targets do not count.
+    They are defined as in ranx (Bassani 2022, doi:10.1007/978-3-030-99739-7_30). recall@K and map@K divide by the
+    number of a user's targets, even if there are more than K. The ideal ranking of ndcg@K has targets in its first
+    places, as many as there are, at most K, even if there are fewer items. Users without targets do not count.
 
     Args:
         items: vectors of the whole corpus.
-        top_k: the K's. metrics: computed at each K.
+        top_k: the values of K. metrics: those computed at each K.
     """
 
     def __init__(self, items: ItemVectors, top_k: Sequence[int], metrics: Sequence[RetrievalMetric]) -> None:
@@ -100,7 +100,7 @@ class RetrievalEvaluator:
             relevant = torch.zeros(len(best), len(self._items), dtype=torch.bool, device=best.device)
             known = pairs_of(batch, "targets", rows)
             relevant[known] = True
-            # Each item once: those of a list, less the known ones, which may be there twice, and these again.
+            # Each item counts once: take known ones, which a list may hold twice, off its length, and add them again.
             num_targets = batch.lists["targets"].lengths()[rows] - torch.bincount(known[0], minlength=len(best))
             num_targets = num_targets + relevant.sum(1)
             counted = (num_targets > 0) & (batch.weights[rows] > 0)
@@ -125,7 +125,7 @@ class RetrievalEvaluator:
         return {**values, "users": users}
 
     def intervals(self, world: World, bootstrap: Bootstrap, grouped: bool = False) -> dict[str, list[float]]:
-        """Return the confidence intervals of all metrics but coverage, by draws of units; collective."""
+        """Return the confidence intervals of all metrics except coverage, by draws of units; collective."""
         none = np.zeros((0, len(self._pairs))), np.zeros(0, np.uint64)
         of_ranks = [batch for of_rank in world.gather(self._of_users) for batch in of_rank]
         values, units = (np.concatenate(arrays) for arrays in zip(none, *of_ranks, strict=True))
@@ -136,9 +136,9 @@ class RetrievalEvaluator:
         )
 
     def influences(self, world: World) -> dict[str, np.ndarray]:
-        """Return, by metric but coverage, its change when a user counts once more, float64 [users]; collective.
+        """Return, by metric except coverage, its change if a user counts once more, float64 [users]; collective.
 
-        They are of the users of all ranks that were added with units. The sum of squares is the metric's variance.
+        Users are those of all ranks that were added with units. The sum of squares is the metric's variance.
         """
         of_ranks = [values for of_rank in world.gather(self._of_users) for values, _ in of_rank]
         values = np.concatenate([np.zeros((0, len(self._pairs))), *of_ranks])
@@ -151,7 +151,7 @@ class RetrievalEvaluator:
 
     def _add(self, hits: torch.Tensor, num_targets: torch.Tensor) -> np.ndarray:
         """Add users to the sums; return their values by pair of metric and K, [users, pairs]."""
-        # Places behind the last item are misses, which the ideal order of more targets than items has too.
+        # Places after the last item are misses; if there are more targets than items, the ideal ranking has them too.
         places = min(self._most, int(num_targets.max())) if len(num_targets) else 0
         hits = F.pad(hits, (0, max(0, places - hits.shape[1])))
         zero = hits.new_zeros(len(hits))

@@ -3,13 +3,13 @@
 import numpy as np
 
 _SIGN = np.uint32(1 << 31)
-_MOST_IN_BLOCK = 1 << 22  # rows, of 32 MiB: glibc never takes blocks of that size from its heap
+_MOST_IN_BLOCK = 1 << 22  # rows, or 32 MiB: glibc never takes blocks of that size from its heap
 
 
 class PackedRows:
     """Packed rows in a few blocks of growing size.
 
-    One block a batch would leave holes in the heap; large ones are mapped apart, and returned to the system one by one.
+    One block a batch would leave holes in the heap; large blocks are mapped, and returned to the system, one by one.
     """
 
     def __init__(self) -> None:
