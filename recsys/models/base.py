@@ -26,7 +26,7 @@ from recsys.models.items import ItemVectors
 from recsys.models.label_metrics import LabelEvaluator
 from recsys.models.metrics import Evaluator
 
-# Vectors by feature: of each row, [rows, width], or a JaggedTensor with one of each id of each row's list.
+# By feature, a vector for each row, [rows, width], or a JaggedTensor with a vector for each id of each row's list.
 Vectors = dict[str, Any]
 
 
@@ -38,10 +38,10 @@ class DenseInputs:
         dims: `TableConfig.model_dim` of the id features, in order. floats: feature of each column of the floats, in
             order; a vector has several columns.
         labels: labels to learn, in the order of a batch's columns.
-        distill: settings of a teacher, whose scores are behind the labels in a batch; None: there is none.
-        log_shares: logarithms of the shares of data.train of the table rows of `Needs.log_shares_of`,
+        distill: settings of a teacher, whose scores follow the labels in a batch; None: there is none.
+        log_shares: logarithms of the shares that table rows of `Needs.log_shares_of` have in data.train,
             [num_embeddings] float32, if the model needs them.
-        num_counted: number of ids of data.train that the shares are of.
+        num_counted: number of ids in data.train from which the shares were counted.
     """
 
     dims: dict[str, int]
@@ -148,7 +148,7 @@ class Model(InParts, nn.Module):
         """Return the predictions of a finished run for rows, by the name of their column: each [rows] float32.
 
         By default `score` for one label, and `score_LABEL` for each of several: the probability that a binary label is
-        1, and the value of another.
+        1, or the value of any other label.
         """
         columns = by_label(outputs, self.labels, len(outputs))
         names = [f"score_{name}" for name in self.labels] if len(self.labels) > 1 else ["score"]
@@ -162,19 +162,19 @@ class Model(InParts, nn.Module):
         """Return an evaluator, which collects outputs and computes metrics; by default those of the labels.
 
         Args:
-            items: of a retrieval model, the vectors of all items, [items, vector_dim].
+            items: for a retrieval model, the vectors of all items, [items, vector_dim].
         """
         return LabelEvaluator(self.labels)
 
     def rehearse(self, device: torch.device) -> None:
-        """Compute from now on only as much as shows the peak memory of a step on `device`; for fake tensors."""
+        """Compute from now on only what is needed to show the peak memory of a step on `device`; for fake tensors."""
 
 
 WIDEST = 2**24  # of a layer
 
 
 def checkpoint_mlps(model: nn.Module) -> None:
-    """Make every MLP keep its input alone, and compute its layers again in the backward pass.
+    """Make every MLP keep only its input, and compute its layers again in the backward pass.
 
     Dropout draws the same masks again, since they are a function of the step and the row.
     """
@@ -197,7 +197,7 @@ def mlp(
     for width in hidden:
         linear = nn.Linear(input_dim, width)
         if layer_norm:
-            nn.init.zeros_(linear.bias)  # else it would hide vectors, which are small at first
+            nn.init.zeros_(linear.bias)  # or it would hide vectors, which are small at first
         # The Identity stands where earlier versions had the ReLU, so that parameters keep their names.
         layers += [linear, nn.LayerNorm(width) if layer_norm else nn.Identity(), RowDropout(dropout, relu=True)]
         input_dim = width

@@ -54,7 +54,7 @@ class Columns(torch.autograd.Function):
 def take_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return `tensor[rows]`, [n, ...], for rows int64 [n], with gradients summed in the order of the rows.
 
-    On a CPU the gradient of indexing is summed by several threads in an arbitrary order, in seven times the time.
+    On a CPU the gradient of indexing is summed by several threads in an arbitrary order, and takes seven times as long.
     """
     return tensor.index_select(0, rows) if tensor.device.type == "cpu" else tensor[rows]
 
@@ -65,10 +65,10 @@ def by_label(
     """Return a model's outputs for each label, [rows] each.
 
     Args:
-        outputs: [rows, labels], or of one label [rows].
+        outputs: [rows, labels], or [rows] for one label.
 
     Raises:
-        UserError: they have another shape, as those of a user's own model may.
+        UserError: they have another shape, as a user's own model may return.
     """
     shapes = [[num_rows], [num_rows, 1]] if len(labels) == 1 else [[num_rows, len(labels)]]
     if not isinstance(outputs, torch.Tensor) or list(outputs.shape) not in shapes:
@@ -83,13 +83,13 @@ def by_label(
 
 
 def in_order_of_tasks(losses: Mapping[str, torch.Tensor], tasks: Sequence[str]) -> list[torch.Tensor]:
-    """Return losses in the order of the tasks, whose weights and denominators they are multiplied by.
+    """Return losses in the order of the tasks, which is that of the factors that multiply them.
 
     Args:
-        losses: of `Model.losses`. tasks: names; of a single task, whose loss may have any name, one or none.
+        losses: result of `Model.losses`. tasks: names; for a single task, whose loss may have any name, one or none.
 
     Raises:
-        UserError: they are no mapping, of other tasks, or not scalars, as those of a user's own model may be.
+        UserError: they are not a mapping, of other tasks, or not scalars, as a user's own model may return.
     """
     found = "a tensor" if isinstance(losses, torch.Tensor) else f"a {type(losses).__name__}"
     is_single = len(tasks) < 2
@@ -112,8 +112,8 @@ class PairwiseDots:
     """Computes the dot products of all pairs of a row's vectors, on CPUs one block of rows after another.
 
     Attributes:
-        like: for fake tensors, the type of device to compute as on, of several blocks only the first; None: that of the
-            vectors.
+        like: for fake tensors, the type of device to compute for, with only the first of several blocks; None: that of
+            the vectors, with all blocks.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class PairwiseDots:
         """Return the products below the diagonal of a row's vectors with each other, [rows, pairs].
 
         Args:
-            vectors: [rows, dim] each. dtype: to multiply in; default: theirs.
+            vectors: [rows, dim] each. dtype: type to multiply in; default: theirs.
         """
         number, (rows, dim), device = len(vectors), vectors[0].shape, vectors[0].device
         if torch.compiler.is_exporting():
@@ -211,8 +211,8 @@ class _Blocks:
 class _PairwiseDots(torch.autograd.Function):
     """The dot products of all pairs of a row's vectors, below the diagonal.
 
-    Autograd's own backward takes two batched products where one is enough, since the products are symmetric. And all of
-    its stacked and picked tensors go through memory, which takes a CPU longer than computing them.
+    Autograd's own backward takes two batched products, although one is enough, since the products are symmetric. And
+    all of its stacked and picked tensors go through memory, which takes a CPU longer than computing them.
     """
 
     @staticmethod
@@ -235,7 +235,7 @@ class _PairwiseDots(torch.autograd.Function):
             return None, None, torch.zeros_like(vectors[0])
         if blocks.whole:
             ((_, stacked),) = blocks.of(vectors)
-            padded = F.pad(gradient.to(blocks.dtype), (0, 1))  # with what the diagonal takes
+            padded = F.pad(gradient.to(blocks.dtype), (0, 1))  # a column of 0 for the diagonal
             by_vectors = torch.bmm(padded.index_select(1, pairs.pair_of_place).view(-1, n, n), stacked[:, :n])
             return None, None, *by_vectors.to(vectors[0].dtype).unbind(1)
         of_first, of_others = vectors[0].new_empty(rows, dim), vectors[-1].new_empty(rows, (n - 1) * dim)

@@ -1,4 +1,4 @@
-"""Deep and cross network: layers that multiply all features with each other, beside an MLP or below it."""
+"""Deep and cross network: layers that multiply all features with each other, parallel to an MLP or below it."""
 
 from dataclasses import dataclass
 from typing import ClassVar

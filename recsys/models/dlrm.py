@@ -87,7 +87,7 @@ class DLRMConfig(ModelConfig):
 
 
 class TargetAttention(nn.Module):
-    """Attention of a vector to a list: the sum of its vectors by learned factors (DIN: Zhou et al. 2018,
+    """Attention of a vector to a list: the sum of its vectors times learned factors (DIN: Zhou et al. 2018,
     arXiv:1706.06978).
 
     As in the paper, the factors are not normalised, so that long lists weigh more.
@@ -107,7 +107,7 @@ class TargetAttention(nn.Module):
 class DLRM(Model):
     """Dot products of all pairs of vectors, then an MLP (Naumov et al. 2019, arXiv:1906.00091).
 
-    The float features, if there are any, become one more vector by the bottom MLP. Vectors of another width are
+    The bottom MLP turns the float features, if there are any, into one more vector. Vectors of another width are
     projected to embedding_dim by a matrix (mixed dimensions: Ginart et al. 2019, arXiv:1909.11810).
     """
 

@@ -14,7 +14,7 @@ from recsys.tables.module_names import parameter_name
 class RowDropout(nn.Module):
     """Dropout whose mask is a function of (seed, step, layer, row of the global batch, column).
 
-    torch's own draws from the rank's generator, so that the number of ranks would change what is learned.
+    torch's own dropout draws from the rank's generator, so the number of ranks would change what is learned.
     `set_dropout_keys` must be called before each training step.
 
     Args:
@@ -31,7 +31,7 @@ class RowDropout(nn.Module):
         """Zero elements of x, [rows, columns], with probability p, and scale the rest by 1 / (1 - p).
 
         Args:
-            row: of each row of x, the row whose mask it takes, [len(x)]; default: x has all rows, in order.
+            row: for each row of x, the row whose mask it uses, [len(x)]; default: x has all rows, in order.
         """
         if self.share == 1:
             return nn.functional.relu(x, inplace=self.training) if self.relu else x
@@ -47,7 +47,7 @@ class RowDropout(nn.Module):
     def without_autograd(self, x: torch.Tensor) -> torch.Tensor:
         """Return the result of `forward` with `relu` and dropped elements, without a gradient.
 
-        The gradient by x is that by the result divided by `share` where the result is above 0, and else 0.
+        The gradient of x is that of the result, divided by `share`, where the result is above 0, and 0 elsewhere.
         """
         return _dropped(x, self._mask(x), self.share, relu=True)
 
@@ -94,7 +94,7 @@ def dropouts(model: nn.Module) -> dict[str, RowDropout]:
 
 
 def set_dropout_keys(layers: Mapping[str, RowDropout], seed: int, step: int, rows: torch.Tensor) -> None:
-    """Set the keys and rows by which layers, as of `dropouts`, draw their masks in a step.
+    """Set the keys and rows by which `layers`, a result of `dropouts`, draw their masks in a step.
 
     Args:
         step: any number that no two steps share. rows: places of the rows in the global batch, int64.

@@ -36,7 +36,7 @@ class ESMMConfig(TaskConfig):
 
 
 class ESMM(TaskModel):
-    """A tower for each label, with its probability given the label before; its own is the product of these so far."""
+    """A tower for each label gives its probability given the label before; the product up to a label is its score."""
 
     Config = ESMMConfig
 
@@ -53,7 +53,7 @@ class ESMM(TaskModel):
         return torch.cat(logits, dim=1)
 
     def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-        """Return also `score_B_after_A` of each label B after the label A before it."""
+        """Return also `score_B_after_A`, the probability of each label B given A, the label before it."""
         assert isinstance(outputs, torch.Tensor)
         logarithms = zip(self.labels, F.logsigmoid(outputs.float()).unbind(1), strict=True)
         after = {
@@ -66,6 +66,6 @@ class ESMM(TaskModel):
 def joint_logit(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Return the logit of the product of the probabilities of two logits, finite and exact however large they are.
 
-    1 / p - 1 of p = 1 / ((1 + e^-a) (1 + e^-b)) is e^-a + e^-b + e^-(a + b).
+    If p = 1 / ((1 + e^-a) (1 + e^-b)), then 1 / p - 1 = e^-a + e^-b + e^-(a + b).
     """
     return -torch.stack([-first, -second, -(first + second)]).logsumexp(0)

@@ -16,7 +16,7 @@ GATES = "expert_gates"  # name of `ExpertSums` in a model
 
 
 class ExpertGate(InParts, nn.Module):
-    """Factors of a feature's experts: 2 sigmoid(x), where x is a bias of each plus a linear function of other vectors.
+    """Factors of a feature's experts: 2 sigmoid(x) with x = a bias of the expert + a linear function of other vectors.
 
     Both are 0 at first, so that all factors are 1, and the experts begin as a plain sum.
     """
@@ -42,7 +42,7 @@ class ExpertSums(nn.ModuleDict):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self._names: dict[str, list[str]] = {}  # of each expert's vectors, by feature
+        self._names: dict[str, list[str]] = {}  # by feature, those of its experts' vectors
         self._gate_inputs: dict[str, list[str]] = {}
         tables = {name: table_of_feature(config, name) for name in model_features(config)}
         for name, table in tables.items():

@@ -59,7 +59,7 @@ class FinalMLPConfig(ModelConfig):
 
 
 class FinalMLP(Model):
-    """logit = w₁·o₁ + w₂·o₂ + Σ over heads o₁ᵀ W o₂ + b, of the outputs o₁ and o₂ of the two streams."""
+    """logit = w₁·o₁ + w₂·o₂ + Σ over heads o₁ᵀ W o₂ + b, with o₁ and o₂ the outputs of the two streams."""
 
     Config = FinalMLPConfig
 
@@ -87,7 +87,7 @@ class FinalMLP(Model):
         inputs = torch.cat([ids, floats], dim=1)
         outputs = []
         for names, gate, stream in zip(self.gate_features, self.gates, self.streams, strict=True):
-            # Without features a gate reads a constant, and is the same for all rows.
+            # A gate without features reads a constant, and is the same for all rows.
             read = torch.cat([vectors[name] for name in names], dim=1) if names else inputs.new_ones(len(inputs), 1)
             outputs.append(stream(2 * gate(read).sigmoid() * inputs))
         first, second = (output.view(len(inputs), self.products.shape[1], -1) for output in outputs)

@@ -37,7 +37,7 @@ class FMConfig(ModelConfig):
 class FM(Model):
     """A bias, a weight for each feature, and the dot products of all pairs of features' factors.
 
-    A number has factors and a weight of its own, times its value. A vector of numbers is one feature, with their sum.
+    A number's value multiplies factors and a weight of its own. A vector of numbers is one feature, the sum of theirs.
     """
 
     Config = FMConfig

@@ -1,7 +1,7 @@
 """Gradients of parameters summed over the first half of a batch, then over the second, as two processes sum them.
 
 Sums of floats depend on their order. One process that adds up all rows at once differs by a rounding from two that have
-a half each; optimizers that divide by a gradient's size, and layers with a kink, make 1e-4 of it within 100 steps.
+a half each; optimizers that divide by a gradient's size, and layers with a kink, raise that to 1e-4 within 100 steps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +37,8 @@ class PartByPart(InParts):
     """A model that computes the parts of a batch's rows one after another, by layers of [rows, width].
 
     Attributes:
-        has_kinks: whether layers have kinks, as of ReLU. Without any, roundings stay small, and parts not worth their
-            cost.
+        has_kinks: whether layers have kinks, such as ReLU's. Without any, the effect of rounding stays small, and parts
+            are not worth their cost.
     """
 
     has_kinks = True
@@ -47,7 +47,7 @@ class PartByPart(InParts):
 def is_in_halves(model: Any, config: Config) -> bool:
     """Return whether gradients can be summed in halves on a CPU: plain layers, called once for all rows of a rank.
 
-    Activations computed again in the backward pass would be those of another part of a `PartByPart` model.
+    If a `PartByPart` model computed activations again in the backward pass, they would be those of another part.
     """
     train = config.train
     by_part = isinstance(model, PartByPart) and model.has_kinks and not train.activation_checkpointing
@@ -58,7 +58,7 @@ def is_in_halves(model: Any, config: Config) -> bool:
 def sum_in_halves(model: nn.Module, world_size: int) -> None:
     """Replace a model's layers by ones that sum gradients in halves on one process, and in that order on several.
 
-    This covers linear and norm layers, MLPs and modules that are `InParts`. They are to read rows in the order of the
+    This covers linear and norm layers, MLPs and modules that are `InParts`. They must read rows in the order of the
     batch, in FP32, on a CPU. One process on one thread or two, and two processes on one thread each, then get the same
     sums to the last bit. The layers of a model that is `PartByPart` see one part at a time.
     """
@@ -100,7 +100,7 @@ def in_parts(function: Callable[..., torch.Tensor], num_parts: int, *rows: torch
     if not torch.is_grad_enabled():
         return function(*rows)
     if num_parts == 1:
-        return function(*(tensor.view_as(tensor) for tensor in rows))  # views: their gradients are summed apart, too
+        return function(*(tensor.view_as(tensor) for tensor in rows))  # views keep their gradients' sums apart, too
     first, second = zip(*(tensor.tensor_split(2) for tensor in rows), strict=True)
     return torch.cat([function(*first), function(*second)])
 
@@ -148,7 +148,7 @@ def _is_mlp(module: nn.Module) -> bool:
 class _MLP(InParts, nn.Sequential):
     def forward(self, input: torch.Tensor, keep: bool = True) -> torch.Tensor:
         layers = list(self._modules.values())
-        is_watched = any(layer._forward_pre_hooks for layer in layers)  # which takes layers that are called
+        is_watched = any(layer._forward_pre_hooks for layer in layers)  # hooks need calls of layers
         if not torch.is_grad_enabled() or input.dim() != 2 or is_watched:
             return super().forward(input)
         parameters = [parameter for layer in layers[::3] for parameter in (layer.weight, layer.bias)]
@@ -157,7 +157,7 @@ class _MLP(InParts, nn.Sequential):
 
 
 def _computed_again(checkpoint: Callable[..., torch.Tensor], layers: _MLP, input: torch.Tensor) -> torch.Tensor:
-    """Return the output of layers that keep their input alone, without `checkpoint` if they can do so themselves."""
+    """Return the output of layers that keep only their input, without `checkpoint` if they can do so themselves."""
     return layers(input, keep=False) if input.dim() == 2 else checkpoint(layers, input)
 
 
@@ -178,7 +178,7 @@ class _MLPInParts(torch.autograd.Function):
             keep: keep the other layers' outputs for the backward pass. parameters: a weight and a bias for each layer.
         """
         ctx.num_parts, ctx.relus = num_parts if len(x) % num_parts == 0 else 1, relus
-        ctx.hidden = []  # beside save_for_backward, so that each can be freed when it has been used
+        ctx.hidden = []  # not in save_for_backward, so that each can be freed when it has been used
         for passed in _passed(x, ctx.num_parts, relus, parameters):
             ctx.hidden += [passed] * keep
         ctx.hidden = ctx.hidden[:-1]
@@ -209,7 +209,7 @@ class _MLPInParts(torch.autograd.Function):
 def _passed(
     x: torch.Tensor, num_parts: int, relus: list[RowDropout], parameters: Sequence[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Yield the output of each layer of an MLP, behind its ReLU if it has one."""
+    """Yield the output of each layer of an MLP, after its ReLU if it has one."""
     for weight, bias, relu in zip_longest(parameters[::2], parameters[1::2], relus):
         x = _times(x, weight.T, bias, num_parts)
         if relu is not None:
@@ -226,7 +226,7 @@ class _LinearOfPart(nn.Linear):
 
 
 class _LinearByChunks(torch.autograd.Function):
-    """`F.linear` of [rows, width]; the gradient by the weight is the same on one thread and on two."""
+    """`F.linear` of [rows, width]; the gradient of the weight is the same on one thread and on two."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -332,8 +332,8 @@ def _by_parameters(
 def _products(gradients: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a weight, [outputs, inputs], from parts of the rows, [parts, rows, outputs or inputs].
 
-    A single product is split over threads, and a long sum too; of two in a batch, each thread has one. Two products
-    with a vector in a batch are summed in another order than one.
+    A single product is split over threads, and so is a long sum; of two products in a batch, each thread computes one.
+    But two products with a vector in a batch are summed in another order than a single one.
     """
     outputs, width = gradients.shape[2], inputs.shape[2]
     if outputs == 1 or width == 1:

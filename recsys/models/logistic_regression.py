@@ -42,7 +42,7 @@ class LogisticRegression(Model):
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, labels]."""
-        # The order of `vectors` depends on the plan, and would change the rounding.
+        # In the order of the config: another order would change the rounding.
         weights = sum(vectors[name][:, : len(self.bias)] for name in self.features)
         logits = in_parts(self.bias.add, self.num_parts, weights)
         return logits if self.numbers is None else logits + self.numbers(floats)

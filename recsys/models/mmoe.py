@@ -97,6 +97,6 @@ def make_experts(number: int, width: int, config: MMoEConfig) -> nn.ModuleList:
 
 
 def mixtures(gates: list[torch.Tensor], experts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return, for each gate, [rows, experts], the mean of the experts' outputs by its softmax, [rows, width]."""
+    """Return, for each gate [rows, experts], the mean of experts' outputs weighted by its softmax, [rows, width]."""
     weights = torch.stack([gate.softmax(dim=1) for gate in gates], dim=1)
     return list((weights @ torch.stack(experts, dim=1)).unbind(dim=1))

@@ -1,4 +1,4 @@
-"""Progressive layered extraction: several labels over experts that all share and experts of each label's own."""
+"""Progressive layered extraction: several labels over experts that all labels share and experts of each label."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,7 +24,7 @@ class PLEConfig(MMoEConfig):
 
 
 class Extraction(nn.Module):
-    """A level: each task mixes its own and the shared experts; below the last level, a shared state mixes all."""
+    """A level: each task mixes its own and the shared experts; except in the last level, a shared state mixes all."""
 
     def __init__(self, config: PLEConfig, width: int, num_tasks: int, is_last: bool) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class Extraction(nn.Module):
         self.gates = nn.ModuleList(nn.Linear(width, number, bias=False) for number in mixed)
 
     def forward(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the states, [rows, width], of each task and, unless this is the last level, the shared one, from those
-        of the level before."""
+        """Return the states of the tasks and, except in the last level, the shared state, [rows, width] each; `inputs`
+        are those of the level before."""
         own = [[expert(x) for expert in experts.children()] for experts, x in zip(self.experts, inputs, strict=True)]
         mixed = [*(group + own[-1] for group in own[:-1]), [expert for group in own for expert in group]]
         return [mixtures([gate(x)], experts)[0] for gate, x, experts in zip(self.gates, inputs, mixed, strict=False)]
