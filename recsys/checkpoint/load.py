@@ -85,7 +85,7 @@ def load_tensors(
 
     Args:
         path, marker: a checkpoint that `verify_checkpoint` has found valid.
-        config: of a new run that begins with the checkpoint's weights; its `train.init` says how the two may differ.
+        config: that of a new run that begins with these weights; its `train.init` says how the two may differ.
             None: the run goes on, they may not differ, and random number generators are set too.
         kept_ids: by vocabulary table, the ids of the checkpoint's vocabulary.
 

@@ -28,7 +28,7 @@ from recsys.ids import KeptRows, build_mapping, is_text, read_vocabulary
 from recsys.runtime.parquet import ROW_GROUP_ROWS, STREAMED, prepare_parquet, write_parquet
 
 VECTOR = "vector"
-_ROWS_AT_ONCE = 1 << 13  # that are read
+_ROWS_AT_ONCE = 1 << 13  # rows read at a time
 _KEYS = ("row", "id", "bucket")
 _OPTIMIZER, _UPDATES = b"recsys.optimizer", b"recsys.updates"  # in a file's metadata
 

@@ -131,7 +131,7 @@ class Checkpoints:
         Newer ones that are damaged are named in the log and renamed, so that their steps can be saved again.
 
         Raises:
-            UserError: there are some, and none is valid, or the newest is of another format.
+            UserError: there are checkpoints but none is valid, or the newest is of another format.
         """
         refused: list[str] = []
         for path in reversed(self._world.from_rank_zero(lambda: list_checkpoints(self.folder))):

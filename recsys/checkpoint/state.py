@@ -39,7 +39,7 @@ class TrainState:
         fingerprints: by role, those of the files of data.train, of the datasets that early stopping evaluates, and of
             the items that negatives are drawn from.
         rate_factor: factor of the learning rates that a plateau schedule has reached; other schedules do not read it.
-        evaluated_step: of the last evaluation on data.valid; best_metric, best_step, bad_evaluations: early stopping.
+        evaluated_step: step of data.valid's last evaluation; best_metric, best_step, bad_evaluations: early stopping.
         window: sum and number of losses since the last line of metrics.jsonl, by "" and, with several tasks, by task.
         metrics: by dataset, those of its last evaluation.
     """

@@ -118,7 +118,7 @@ class Tensors:
     def set_dense_optimizer(self, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
         """Restore the state of the dense optimizer.
 
-        Its settings (weight decay …) stay those of this run's config; parameters without saved state start anew.
+        Its settings (weight decay …) stay those of this run's config; parameters without saved state start with none.
 
         Args:
             tensors: by `PARAMETER/STATE`; scalars: likewise, and by `group0/NAME` for the groups of parameters.

@@ -181,7 +181,7 @@ def _fitting_changes(inputs: Inputs, topology: Topology) -> list[Change]:
 
 
 def what_fits(fitter: Fitter, fitted: Fit, allow: Sequence[Saver]) -> str:
-    """Return a sentence on how much memory.fit leaves missing, and what would help; `allow` is of `Fitter.allowing`."""
+    """Return a sentence on what memory.fit leaves missing, and what would help; `allow` is from `Fitter.allowing`."""
     names = ",".join(saver.name for saver in allow)
     help_ = f"memory.allow=[{names}] would be enough" if allow else "nothing that memory.allow can list is enough"
     otherwise = "otherwise use more ranks, smaller tables or a smaller train.global_batch_size"

@@ -24,7 +24,7 @@ from recsys.runtime.threads import decode_in_processes, decoding_threads, window
 
 _NUMBER_BYTES = 8  # of an id, unless it is a text
 _ORDER_BYTES = 12  # of a row of a window, while the window is shuffled
-_FEW_WINDOWS, _EPOCHS_SEEN = 4, 4  # of streams with fewer windows, the windows of so many epochs are looked at
+_FEW_WINDOWS, _EPOCHS_SEEN = 4, 4  # if all streams have fewer windows, those of so many epochs are looked at
 
 
 def streams_of_a_rank(config: Config, world_size: int) -> int:

@@ -88,7 +88,7 @@ def dry_run(config: Config, price_per_hour: float | None = None) -> int:
         price_per_hour: price of a machine.
 
     Raises:
-        UserError: a mistake in the config, the memory of a GPU that is not known, or a run.dir that cannot be written.
+        UserError: there is a mistake in the config, a GPU's memory is not known, or run.dir cannot be written.
     """
     quiet_libraries()
     result = rehearse_run(config, price_per_hour)

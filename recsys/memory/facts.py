@@ -47,10 +47,11 @@ class DataFacts:
         eval_rows: by dataset, the rows of a rank.
         vocabulary_bytes: host memory of the vocabularies, their indices, counts of rows, and items that negatives are
             drawn from.
-        counted_ids: distinct ids by table whose vocabulary is chosen from them, and by `counts_of` a counted feature.
+        counted_ids: number of distinct ids, by table those that its vocabulary is chosen from, and by `counts_of` a
+            feature those counted.
         counted_texts: by table, the mean bytes of such an id, if it is a text.
-        counted_shown: by table and rank, how many ids the rank counts, with repetitions; if a table is missing, these
-            are assumed to be no fewer than its distinct ids.
+        counted_shown: by table and rank, how many ids the rank counts, with repetitions; assumed to be no fewer than
+            the distinct ids if a table is missing.
         source: where the figures come from, in words.
         statistics_bytes: host memory of the counts of ids, once all data have been read.
         num_items: items that an evaluation ranks. listed_items: items of a user's lists, on average.

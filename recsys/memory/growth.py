@@ -15,7 +15,7 @@ _WARM_UP = 300  # steps after which heaps and caches have mostly found their siz
 _LEAST_SAMPLES, _MOST_SAMPLES = 8, 512
 _LEAST_SECONDS = 0.05  # between two samples, each of which takes up to a millisecond
 _AHEAD = 5  # growth is assumed to last for so many times the steps that showed it
-_SLOWER = 0.85  # growth whose pace in the later half is below so much of that in the earlier is assumed to end
+_SLOWER = 0.85  # growth is assumed to end if its pace in the later half is below this share of the earlier pace
 _NAMED_SHARE = 0.1  # of all growth: kinds with a larger share are named
 _PROCESS, _GPU, _OTHER = "process", "GPU", "Python's objects and all else"
 
@@ -43,7 +43,7 @@ class Growth:
         """Sample memory after a step; return a warning, once, if it would run out before the last step.
 
         Args:
-            loader_bytes: of the loader's blocks, by kind.
+            loader_bytes: bytes of the loader's blocks, by kind.
         """
         self._first = step if self._first is None else self._first
         self._calls += 1
@@ -66,7 +66,7 @@ class Growth:
         return self._warning
 
     def _recent(self) -> tuple[np.ndarray, list[dict[str, int]]]:
-        """Return the later half of the samples, after their steps."""
+        """Return the steps of the later half of the samples, and the samples themselves."""
         if not self._steps:
             return np.empty(0), []
         start = int(np.searchsorted(self._steps, (self._steps[0] + self._steps[-1]) / 2))

@@ -69,7 +69,7 @@ class Lookups:
                 continue
             ids = [of_ids for *_, of_ids in self._features(shard, rows, means)]
             by_id = 0.0 if shard.table in self._by_id else max(ids, default=0.0)
-            distinct = shard.size[0] * -math.expm1(-sum(ids) / max(1, shard.size[0]))  # at most: all are as frequent
+            distinct = shard.size[0] * -math.expm1(-sum(ids) / max(1, shard.size[0]))  # at most: equally frequent
             summed = (4 * shard.size[1] + _PLACE_BYTES) * (by_id + distinct) + _PLACE_BYTES * sum(ids)
             most = max(most, summed, _DISTINCT_BYTES * sum(ids))
         return int(most)

@@ -34,7 +34,7 @@ def peak_rss() -> int:
     peak = process_bytes("status", "VmHWM")
     if peak is not None:
         return peak
-    # Not on Linux: there it would include what a launcher took before it became this program.
+    # For other systems: on Linux this would include what a launcher took before it became this program.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -171,7 +171,7 @@ class Timeline:
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
             if self.spans and self.spans[-1].phase == self._phases[-1]:
-                return  # which goes on
+                return  # the same phase goes on
             if len(self.spans) >= _MOST_SPANS:
                 self._thin_spans()
             now = rss()

@@ -228,7 +228,7 @@ class _Rank:
         later += self._libraries("later") - self._libraries("init")  # loaded by the first step
         later += self._heaps(in_evaluation=False) + self._data.statistics_bytes
         later += 0 if self._topology.on_gpu else self._topology.blas_bytes
-        if not self._decoding_processes:  # processes would have that memory
+        if not self._decoding_processes:  # otherwise it is in these
             loader["loader_decoding"] += max(0, self._decoding.first - later)
         host = {"offloaded_activations": self._dense.host_bytes, "save_copies": copies}
         return {**self._trained(), **in_steps}, {**loader, **host}

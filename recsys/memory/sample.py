@@ -35,7 +35,7 @@ class _Distinct:
     """Numbers of ids in the first rows of a column.
 
     Attributes:
-        ids: all of them. counted: how many of the first ones the following numbers are of.
+        ids: how many there are. counted: how many of them, the first ones, the following numbers are about.
         distinct: different ids. once, twice: ids that occur exactly once or twice.
     """
 
@@ -85,7 +85,7 @@ class _Column:
     def of(cls, column: pa.ChunkedArray, distinct_of: Callable[[], _Distinct], file_bytes: float) -> "_Column":
         arrays = [chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in column.chunks]
         dictionaries = [array.dictionary for array in arrays if pa.types.is_dictionary(array.type)]
-        sizes = [dictionary.nbytes for dictionary in dictionaries]  # a chunk's may be larger than the one before
+        sizes = [dictionary.nbytes for dictionary in dictionaries]  # a chunk's may extend the one before
         largest, entries = max(sizes, default=0), list(map(len, dictionaries)) or [0]
         grows = largest >= _DICTIONARY_PAGE_BYTES or max(entries) > entries[0]
         in_lists = _num_elements(column) if pa.types.is_list(column.type) else 0

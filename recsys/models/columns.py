@@ -185,7 +185,7 @@ class _Blocks:
     def but_first(self, vectors: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the rows of each block and their vectors without the first, [rows, vectors - 1, dim], as views.
 
-        Vectors that are not adjacent in memory, or have another type, are copied as by `of`.
+        Vectors that are not adjacent in memory, or have another type, are copied, as in `of`.
         """
         n, (rows, dim), others = len(vectors), vectors[0].shape, beside(vectors[1:])
         if len(others) == 1 and others[0].stride(1) == 1 and all(tensor.dtype is self.dtype for tensor in vectors):

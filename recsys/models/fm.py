@@ -37,7 +37,8 @@ class FMConfig(ModelConfig):
 class FM(Model):
     """A bias, a weight for each feature, and the dot products of all pairs of features' factors.
 
-    A number's value multiplies factors and a weight of its own. A vector of numbers is one feature, the sum of theirs.
+    A number has factors and a weight of its own, which its value multiplies. A vector of numbers is one feature, whose
+    factors and weight are the sums of theirs.
     """
 
     Config = FMConfig

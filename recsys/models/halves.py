@@ -19,7 +19,7 @@ from recsys.config.choices import Autocast
 from recsys.models.dropout import RowDropout
 
 _ELEMENTS_AT_ONCE = 1 << 18  # elements of a weight whose gradients by halves are in memory at the same time
-_MOST_BLOCKS = 256  # of a weight: each costs some operators, and so many keep the memory small
+_MOST_BLOCKS = 256  # of a weight, at most: each costs some operators, and so many keep the memory small
 _COLUMNS_AT_ONCE = 1 << 10  # columns that are multiplied with one column at a time
 _LONG = 512  # products: longer sums may be split over threads
 _FEW_ROWS = 16  # rows: with fewer, some processors multiply differently on two threads
@@ -133,7 +133,7 @@ class _LinearInParts(torch.autograd.Function):
 
 
 def _is_mlp(module: nn.Module) -> bool:
-    """Return whether a module is an MLP as of `models.base.mlp`, with a hidden layer at least."""
+    """Return whether a module is an MLP like those of `models.base.mlp`, with at least one hidden layer."""
     layers = list(module.children())
     return (
         isinstance(module, nn.Sequential)
@@ -148,7 +148,7 @@ def _is_mlp(module: nn.Module) -> bool:
 class _MLP(InParts, nn.Sequential):
     def forward(self, input: torch.Tensor, keep: bool = True) -> torch.Tensor:
         layers = list(self._modules.values())
-        is_watched = any(layer._forward_pre_hooks for layer in layers)  # hooks need calls of layers
+        is_watched = any(layer._forward_pre_hooks for layer in layers)  # hooks run only if layers are called
         if not torch.is_grad_enabled() or input.dim() != 2 or is_watched:
             return super().forward(input)
         parameters = [parameter for layer in layers[::3] for parameter in (layer.weight, layer.bias)]

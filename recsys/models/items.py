@@ -50,7 +50,7 @@ class ItemVectors:
         are those of the last call.
 
         Args:
-            users: of the batch, [batch, dim].
+            users: vectors of the batch's users, [batch, dim].
         """
         last_users, best = self._last
         if users is not last_users:  # slices of a batch ask for the same

@@ -67,7 +67,7 @@ _BY_USER: dict[RetrievalMetric, Callable[[torch.Tensor, torch.Tensor], torch.Ten
 
 
 class RetrievalEvaluator:
-    """Metrics of the best K items of users, among all items but those in `seen`.
+    """Metrics of the best K items of users, among all items except those in `seen`.
 
     They are defined as in ranx (Bassani 2022, doi:10.1007/978-3-030-99739-7_30). recall@K and map@K divide by the
     number of a user's targets, even if there are more than K. The ideal ranking of ndcg@K has targets in its first

@@ -111,7 +111,7 @@ class RetrievalModel(Model):
 
 
 class ListModel(RetrievalModel):
-    """Base of models with a `ListConfig`: every item of a user's list is to be told from drawn items."""
+    """Base of models with a `ListConfig`: every item of a user's list is compared with drawn items."""
 
     def denominator(self, batch: Batch) -> torch.Tensor:
         return sum_of_rows(batch.weights * batch.ids[self.config.history].lengths(), self.num_parts)
@@ -119,7 +119,7 @@ class ListModel(RetrievalModel):
     def drawn(self, items: torch.Tensor, batch: Batch) -> tuple[int, torch.Tensor, torch.Tensor]:
         """Return where a batch's drawn items begin, and vectors and table rows of all ranks' drawn items; collective.
 
-        Both are sorted by table row, which is -1 in place of the last item of a rank that has drawn one item less.
+        Both are sorted by table row, which is -1 for the filler of a rank that has drawn one item less.
 
         Args:
             items: vectors of the batch's items, [rows, dim].

@@ -138,7 +138,7 @@ class SASRec(ListModel, PartByPart):
     def _of_parts(self, values: torch.Tensor, lengths: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield, for each part of the lists, the vectors of the ids and the states after them, each [ids, dim].
 
-        Gradients are summed part by part, and lists padded with those of their part, as if each part had a process.
+        Gradients are summed part by part, and lists padded with those of their part, as if it had its own process.
 
         Args:
             values: vectors of the ids. lengths: those of the lists, then those of drawn items, which are empty.

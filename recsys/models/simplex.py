@@ -79,7 +79,8 @@ def check_user_items(section: Any, config: Config, lists: dict[str, str]) -> Non
 class SimpleX(ListModel):
     """A user's vector is their own plus a linear map of the mean of their items'; a score is its cosine with an item's.
 
-    With `item_bias` a number of the item is added to the score: the last column of its vector, not used otherwise then.
+    With `item_bias` a number of the item is added to the score: the last column of its vector, which then has no other
+    use.
 
     In training the mean includes the item that is to be found, as in the paper. With `leave_one_out` it is the mean of
     the others, as when the model is used. Negatives are compared with the mean of all items in both cases.

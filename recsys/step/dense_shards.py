@@ -97,7 +97,7 @@ class DenseShards:
         model: its parameters are moved into the buffer.
 
     Attributes:
-        slices: for each slice, a parameter of this rank's optimizer: the model's parameter, and the slice's first row.
+        slices: for each slice, which is a parameter of this rank's optimizer: the model's parameter, and the first row.
 
     Raises:
         UserError: a parameter is not FP32.

@@ -8,8 +8,8 @@ gradients          of the dense part, with totals among them: `Totals`     on GP
 gradients          of looked-up vectors, to the ranks that hold the rows   while those are under way, on GPUs while the
                                                                            host waits for the totals
 totals are read (`agree`): is the step finite everywhere? Then, and on all ranks alike:
-updates            of the dense part, of replicated tables, of tables      the second sends gradients; with the option
-                                                                           `train.dense_sharding` the first, weights
+updates            of the dense part, of replicated tables, of tables      the second sends gradients; the first, if it
+                                                                           is sharded over ranks, sends weights
 
 Without `train.check_every_step` totals are read a step later: updates use them on the device.
 """

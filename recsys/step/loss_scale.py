@@ -49,7 +49,7 @@ def weight_lift(weight: torch.Tensor, num_rows: int) -> torch.Tensor:
     would be 0 until then.
 
     Args:
-        weight: the sum over this rank's rows, a scalar. num_rows: of this rank.
+        weight: the sum over this rank's rows, a scalar. num_rows: how many these are.
     """
     sums = torch.stack([weight, *filled([num_rows], weight[None])])
     SumOverRanks(sums).wait()

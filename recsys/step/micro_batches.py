@@ -211,7 +211,7 @@ class StepLoss:
 
 @torch.no_grad()
 def _task_factors(weights: Mapping[str, float], batch: Batch, weight: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """Return factors for the tasks' sums of losses, [tasks], which divided by the sum of `weight` then are means.
+    """Return factors for the tasks' sums of losses, [tasks]; products divided by the sum of `weight` are means.
 
     Collective. It runs before the loss, since each task has a denominator of its own.
     """
@@ -327,7 +327,7 @@ class MicroBatches:
         return Totals.pack(*sums, self._batch, self.is_finite, *asks, self.loss.by_task)
 
     def _gradients_by_outputs(self) -> list[Iterator[torch.Tensor]]:
-        """Return for each of the model's outputs the gradients of its parts by the whole batch's loss, in order."""
+        """Return the gradients that each of the model's outputs gets from the whole batch's loss, part by part."""
         with torch.no_grad():
             by_part = [
                 _as_tuple(

@@ -60,7 +60,8 @@ class DenseHalf(nn.Module):
         travels_in_fp16: whether gradients of vectors are, or may be, FP16.
         l2: by feature, the factor of the penalty on its vectors; see `TableConfig`.
         unpooled: features of which the model reads a vector for each id of a list.
-        codes: by feature, the code that its vectors are quantised to. in_int8: run linear layers so outside training.
+        codes: by feature, the code that its vectors are quantised to.
+        in_int8: whether linear layers run in INT8 outside training.
         late_exchange: whether gradients of vectors are sent after the totals: a GPU queues both exchanges, and its host
             waits for the totals alone. On CPUs they are sent before the host waits for the totals.
         skipped: with `checks`, whether the last step changed nothing, because it was not finite or weightless.

@@ -110,7 +110,7 @@ class _KernelLookup:
         self._features = sharding.feature_names()
         self._names, self._dims = sharding.embedding_names(), sharding.embedding_dims()
         self._keys: list[str] = []  # of the batches
-        self._places: list[int] = []  # among these keys, of the features in the kernels' order
+        self._places: list[int] = []  # of the kernels' features among these keys
         self._places_there = torch.empty(0)  # the same on the device
 
     def _in_order(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:

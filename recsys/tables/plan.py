@@ -41,7 +41,7 @@ from recsys.tables.spec import Shard
 
 _RESERVED_SHARE = 0.15  # of memory, left for what the planner does not place, if a plan can leave as much
 _LEAST_RESERVED = 0.05  # of host memory, otherwise: a system without free memory kills processes silently
-_REPLICATED_ELEMENTS = 1 << 16  # most of a table that the planner may replicate: a step works on all of them
+_REPLICATED_ELEMENTS = 1 << 16  # the most of a table that the planner may replicate: a step works on all of them
 # Proposals tried, which take 0.1 s each with 200 tables on 64 ranks; torchrec's own proposers may try thousands.
 _GRID_PROPOSALS = 64
 _GREEDY_PROPOSALS = 100
