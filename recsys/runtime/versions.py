@@ -128,6 +128,7 @@ def _check_build(versions: dict[str, str], fbgemm: str) -> None:
         )
 
 
+@cache
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)

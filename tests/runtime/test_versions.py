@@ -45,6 +45,7 @@ def pretend(monkeypatch):
             return installed[name]
 
         monkeypatch.setattr(metadata, "version", version)
+        monkeypatch.setattr(versions, "_version", versions._version.__wrapped__)  # without those of before
 
     return replace
 
