@@ -75,7 +75,8 @@ def load_config(
     except (OmegaConfBaseException, TypeError) as error:
         raise UserError(_wrong_value(error, model)) from error
     assert isinstance(config, Config)
-    config.given = (OmegaConf.to_container(merged), OmegaConf.to_container(merged, resolve=True))
+    written = OmegaConf.to_container(merged)
+    config.given = (written, OmegaConf.to_container(merged, resolve=True) if "${" in str(written) else written)
     if config.run.name is None:
         config.run.name = run_name_of(Path(path))
     check_config(config)

@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import translate
 from typing import Any
 
@@ -57,7 +57,7 @@ def meaning(config: Config) -> dict[str, Any]:
 
     `inputs.PARAMETER` holds the features that a layer of the dense part reads, in order.
     """
-    content = asdict(config)
+    content = asdict(replace(config, given=(None, None)))  # which are as large as all keys
     content.pop("given")
     content["optimizer"].pop("tables")
     for name, table in content["tables"].items():

@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 from recsys.config.schema import Config
-from recsys.config.values import flat
+from recsys.config.values import flat, plain
 from recsys.errors import UserError, nearest
 
 # Of a config file. OmegaConf's own limit is 10,000, and the saved config of 150 tables has more.
@@ -40,7 +39,7 @@ def check_names(config: Config) -> None:
             f"config key 'run.name': {_shown(config.run.name or '')} is not a valid run name; use letters, digits, "
             f"'_', '-' and '.', {_MOST_BYTES} bytes at most, and a letter or digit first (run.dir may be any path)"
         )
-    for key, value in flat("", asdict(config)):
+    for key, value in flat("", plain(config)):
         texts = {f"{key}.{i}": item for i, item in enumerate(value)} if isinstance(value, list) else {key: value}
         if wrong := [name for name, text in texts.items() if isinstance(text, str) and "\0" in text]:
             raise UserError(
