@@ -150,7 +150,7 @@ class Condition:
     def _test(self, values: pa.Array) -> pa.Array:
         if self.operator != "in":
             return KERNELS[self.operator](values, self.value)
-        if pa.types.is_decimal(values.type):  # the types of literals differ, and no one type may hold them all
+        if pa.types.is_decimal(values.type):  # literals have different types, and perhaps no type holds them all
             return reduce(pc.or_kleene, (pc.equal(values, scalar) for scalar in self.value))
         if pa.types.is_floating(values.type):
             values = _unsigned_zeros(values)
@@ -221,7 +221,7 @@ def _check_pair(operator: str, left: str, left_dtype: pa.DataType, right: str, r
 def _common_type(dtypes: Sequence[pa.DataType]) -> pa.DataType:
     """Return the type in which to compare two columns of different types that `_check_pair` has accepted."""
     typed = [dtype for dtype in dtypes if not pa.types.is_null(dtype)]
-    if len(typed) < 2:  # no row of the other one has a value
+    if len(typed) < 2:  # the other column has no values
         return typed[0]
     # As floats, large ids that differ may become equal; and the kernel refuses large ids if one side is unsigned.
     return pa.decimal128(20, 0) if all(map(pa.types.is_integer, typed)) else pa.float64()

@@ -244,7 +244,7 @@ def flatten(array: pa.Array, weights: pa.Array | None, part: IdColumn) -> tuple[
     """Cut lists to `max_length`; return their elements, the weights of these, and the lengths, int32 [rows].
 
     Raises:
-        UserError: a list has not as many weights as ids.
+        UserError: a list does not have as many weights as ids.
     """
     starts, lengths = list_bounds(array)
     weight_starts = starts
@@ -274,7 +274,7 @@ def transform_numbers(x: np.ndarray, transform: Transform, part: FloatColumn) ->
     if transform.log1p:
         if part.finite and x.size and x.min() <= -1:
             raise UserError(f"{part.title} holds {x.min():.10g}, but log1p needs numbers above -1; set a clip")
-        with np.errstate(divide="ignore", invalid="ignore"):  # what has no logarithm becomes NaN or -inf
+        with np.errstate(divide="ignore", invalid="ignore"):  # numbers without a logarithm become NaN or -inf
             if transform.std is None:
                 # NumPy's log1p takes twice as long, and only avoids rounding 1 + x, an error of 1.1e-16 for small x.
                 np.log(np.add(x, 1, out=x), out=x)

@@ -51,7 +51,7 @@ class Given:
 
     Attributes:
         role: `rows` with all features; of a retrieval model `users`, `queries` (users without lists of items), `items`.
-        paths, filter, max_rows: like data.test, data.filter, data.max_rows. kept: columns to read that no model needs.
+        paths, filter, max_rows: like data.test, data.filter and data.max_rows. kept: further columns to read.
         asks, key: what messages name as the source of `kept` and of `paths`.
     """
 

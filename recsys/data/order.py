@@ -18,7 +18,7 @@ import numpy as np
 # Bound for a window, so that a dataset of many small files does not open all of them before its first batch.
 _MOST_SEGMENTS = 16
 _FIRST_SEGMENTS = 4  # the same for a stream's first window
-FIRST_WINDOW = 16  # the first has a sixteenth of the bytes, the next an eighth …, so that an epoch begins soon
+FIRST_WINDOW = 16  # the first has 1/16 of the bytes, the next 1/8 …, so that an epoch begins soon
 
 
 @dataclass(frozen=True, eq=False)

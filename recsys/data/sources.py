@@ -34,9 +34,9 @@ class _File(NamedTuple):
 def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
     """Return the Parquet files of directories (searched in depth), globs, file names and URIs, sorted within each.
 
-    Hidden files and those that begin with `_` (markers of other tools) are left out. Names in a URI are not decoded, so
-    %20 is not a space; `?` begins the options (`s3://bucket/logs?region=eu-west-1`). Credentials are found like the
-    tools of the file system find them.
+    Hidden files and those that begin with `_` (markers of other tools) are left out. %20 in a URI means a space only
+    after file://; `?` begins the options (`s3://bucket/logs?region=eu-west-1`). Credentials are found where the tools
+    of the file system find them.
 
     Args:
         key: config key of `paths`, for messages. retries: of reads from a remote file system.

@@ -71,7 +71,7 @@ class Storage:
         return self.shown + path.removeprefix(self.remote[1].rstrip("/"))
 
     def open(self, name: str) -> pa.NativeFile:
-        """Open a file for reading at any place. Raises OSError."""
+        """Open a file for random access. Raises OSError."""
         return self.remote[0].open_input_file(self.path(name)) if self.root else pa.OSFile(name)
 
     def retried(self, action: Callable[P, T]) -> Callable[P, T]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-Statistics = tuple[Any, Any, int | None]  # least, most, number of nulls; each None where unknown
+Statistics = tuple[Any, Any, int | None]  # least, most, number of nulls; each None if unknown
 
 # Fields of FileMetaData, of SchemaElement, of RowGroup and ColumnChunk, of ColumnMetaData, and of Statistics.
 _VERSION, _SCHEMA, _NUM_ROWS = 1, 2, 3

@@ -52,7 +52,7 @@ def price(text: str) -> float:
 
 
 def add_evaluation(parser: argparse.ArgumentParser) -> None:
-    """Add the options of an evaluation (except for its metrics over all rows), and `--trust-code`."""
+    """Add the options of an evaluation that computes more than metrics over all rows, and `--trust-code`."""
     parser.add_argument("--by", metavar="COLUMN", help="evaluation: also metrics for each value of a column")
     about = "with --by: slices of values that data.train has in N rows or more (warm), and in fewer (cold)"
     parser.add_argument("--cold", metavar="N", type=positive, default=0, help=about)

@@ -14,7 +14,7 @@ def cgroup_bytes() -> int | None:
     """Return the lowest limit of memory in bytes, or None if there is no limit."""
     limits = []
     for folder, is_first in _folders("memory"):
-        with suppress(OSError, ValueError):  # no such file, and the text `max`
+        with suppress(OSError, ValueError):  # the file is missing, or holds `max`
             limits.append(int((folder / ("memory.limit_in_bytes" if is_first else "memory.max")).read_text()))
     return min((limit for limit in limits if limit < UNLIMITED), default=None)
 
@@ -24,7 +24,7 @@ def num_cores() -> int:
     limits = [len(os.sched_getaffinity(0))]
     for folder, is_first in _folders("cpu"):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first else ("cpu.max",)
-        with suppress(OSError, ValueError):  # no such file, and the text `max`
+        with suppress(OSError, ValueError):  # the file is missing, or holds `max`
             quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
             if quota > 0:  # cgroup v1 reports -1 if there is no limit
                 limits.append(math.ceil(quota / period))

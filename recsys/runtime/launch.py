@@ -11,7 +11,7 @@ from recsys.errors import UserError
 
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PARENT = "RECSYS_PARENT"  # number of the parent process, with which a child ends
-_CALLED = "RECSYS_CALLED"  # set if code has called `recsys.train`, so that no command line can resume the run
+_CALLED = "RECSYS_CALLED"  # set if code has called `recsys.train`: that call, not a command line, resumes the run
 _PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torch needs these to find the other ranks
 

@@ -153,7 +153,7 @@ class World:
         return LostPeerError(f"another rank ended: {cause}") if cause else lost
 
     def _wait_for_echoes(self) -> None:
-        """On rank 0, whose end ends the store, wait until ranks with the same mistake have read this one's."""
+        """On rank 0, whose end ends the store, wait a moment for ranks with the same mistake, which read the store."""
         deadline = time.monotonic() + _ECHO_WAIT_S
         num_ranks = self.store.add("mistakes", 1)
         while self.rank == 0 and num_ranks < self.world_size and time.monotonic() < deadline:

@@ -20,7 +20,7 @@ _PART = re.compile(
     r"|^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
-_COPIED = ("benchmarks", "configs")  # whose files the commands of a page may write
+_COPIED = ("benchmarks", "configs")  # folders in which the commands of a page may write
 
 
 @dataclass(frozen=True)
