@@ -25,10 +25,9 @@ def importances(inputs: Inputs, step: Any) -> dict[str, np.ndarray]:
     totals = {name: torch.zeros(table.num_embeddings) for name, table in config.tables.items()}
     for batch, by_id, gradients in _passes(inputs, step):
         for (name, vectors), gradient in zip(by_id.items(), gradients, strict=True):
-            if gradient is not None:
-                change = (gradient * vectors.values().float()).sum(1).abs().cpu()
-                rows = batch.ids[name].values().long().cpu()
-                totals[config.features[name].table or ""].index_add_(0, rows, change)
+            change = (gradient * vectors.values().float()).sum(1).abs().cpu()
+            rows = batch.ids[name].values().long().cpu()
+            totals[config.features[name].table or ""].index_add_(0, rows, change)
     return {name: inputs.world.sum(total).numpy() for name, total in totals.items()}
 
 
@@ -58,7 +57,7 @@ def neuron_importances(inputs: Inputs, step: Any, layers: Mapping[str, HiddenLay
     return {name: inputs.world.sum(total).numpy() for name, total in totals.items()}
 
 
-def _passes(inputs: Inputs, step: Any) -> Iterator[tuple[Batch, dict[str, Any], list[torch.Tensor | None]]]:
+def _passes(inputs: Inputs, step: Any) -> Iterator[tuple[Batch, dict[str, Any], list[torch.Tensor]]]:
     """Yield the batches of data.train, the vectors of their ids by feature, and the loss gradients by the vectors."""
     dense, loader = step.dense, inputs.loader("train")
     with closing(loader.batches()) as batches, _training(dense):

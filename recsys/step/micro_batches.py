@@ -76,19 +76,19 @@ class Lookup:
                 tensors[place] = quantize_rows(tensors[place], self.codes[name])
         return tensors
 
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def backward(self, gradients: Sequence[torch.Tensor]) -> None:
         """Send the gradients of `tensors`, FP32, to the ranks that hold the table rows."""
         pairs = [
             (vectors, gradient.to(vectors.dtype))
             for vectors, gradient in zip(self.tensors, gradients, strict=True)
-            if vectors.requires_grad and gradient is not None
+            if vectors.requires_grad
         ]
         if pairs:
             torch.autograd.backward([vectors for vectors, _ in pairs], [gradient for _, gradient in pairs])
 
     def add_l2(
         self,
-        gradients: Sequence[torch.Tensor | None],
+        gradients: Sequence[torch.Tensor],
         factors: Mapping[str, float],
         weights: torch.Tensor,
         unpooled: Collection[str],
@@ -106,10 +106,9 @@ class Lookup:
             vectors, gradient = rest.pop(0)
             widths = zip(self.pooled.keys(), self.pooled.length_per_key(), strict=True)
             by_column = torch.cat([weights.new_full((width,), factors.get(name, 0.0)) for name, width in widths])
-            if gradient is not None:
-                gradient.addcmul_(vectors.detach() * by_column, weights[:, None])
+            gradient.addcmul_(vectors.detach() * by_column, weights[:, None])
         for (name, jagged), (vectors, gradient) in zip(self.by_id.items(), rest, strict=True):
-            if gradient is None or name not in factors:
+            if name not in factors:
                 continue
             rows, scaled = row_of_each_id(jagged), vectors.detach().float() * factors[name]  # as FP16 it may become 0
             if name not in unpooled:
@@ -152,12 +151,9 @@ class Lookup:
         return {name: vectors[name] for name in keys}
 
 
-def joined(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the gradient of a tensor from those of its parts; None if the model does not read it."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    if len(present) < len(gradients):
-        return None
-    return present[0] if len(present) == 1 else torch.cat(present)
+def _gradients(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients of leaves, 0 of those that the model has not read: other micro-batches and ranks may have."""
+    return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
@@ -247,7 +243,7 @@ class MicroBatches:
 
     Attributes:
         loss: that of this rank's rows.
-        gradients: those of `Lookup.tensors` for this rank's rows, FP32; None if the model does not read a tensor.
+        gradients: those of `Lookup.tensors` for this rank's rows, FP32.
         lift: factor of all gradients besides the loss scale. vector_lift: a further factor of `gradients`.
         is_finite: whether the loss and `gradients`, in the type they are sent in, are finite; a bool of no dimensions.
     """
@@ -261,8 +257,8 @@ class MicroBatches:
             self.lift, self.vector_lift = weight_lift(loss.weight, rows), vector_lift(rows)
         # The loss is a sum over rows; exchanged gradients are those of the mean, apart from weights and rows left out.
         self._factor = self.lift * (dense.loss_scale.value / rows)
-        self._by_part: list[list[torch.Tensor | None]] = []
-        self.gradients: list[torch.Tensor | None] = []
+        self._by_part: list[list[torch.Tensor]] = []
+        self.gradients: list[torch.Tensor] = []
         self.is_finite = torch.zeros(())
 
     def run(self) -> None:
@@ -294,7 +290,7 @@ class MicroBatches:
             tensors, seeds = [output for output, _ in trained], [gradient for _, gradient in trained]
             torch.autograd.backward([*tensors, *sums], [*seeds, *(None for _ in sums)])
         if not last:
-            self._by_part.append([leaf.grad for leaf in leaves])
+            self._by_part.append(_gradients(leaves))
 
     @torch.no_grad()
     def _set_out(self, leaves: list[torch.Tensor]) -> torch.Tensor:
@@ -305,14 +301,14 @@ class MicroBatches:
         Args:
             leaves: those of the last micro-batch, whose gradients are ready, and are moved out of them.
         """
-        by_part = [*self._by_part, [leaf.grad for leaf in leaves]]
+        by_part = [*self._by_part, _gradients(leaves)]
         self._by_part = []
-        self.gradients = [joined(gradients) for gradients in zip(*by_part, strict=True)]
+        self.gradients = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*by_part, strict=True)]
         by_part.clear()  # to free the parts: they are as large as the result, and what follows needs memory too
         for leaf in leaves:
             leaf.grad = None
         dense, weights = self._dense, self._batch.weights
-        own = [gradient for gradient in self.gradients if gradient is not None and gradient.numel()]
+        own = [gradient for gradient in self.gradients if gradient.numel()]
         if dense.loss_scale.value != 1 and own:  # it is empty if no list has an id
             torch._foreach_div_(own, dense.loss_scale.value)
         if dense.l2:

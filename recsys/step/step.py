@@ -197,11 +197,11 @@ class DenseHalf(nn.Module):
             self.is_bad, scale = agreement.is_bad(), agreement.over_weight(summands)
         self._scale_dense_gradients(scale / (passes.lift * scaled_by))
         scale = scale / (passes.lift * passes.vector_lift)
-        pooled_gradient = passes.gradients[0] if lookup.pooled is not None else None
-        if self.replicated.tables and pooled_gradient is not None:
-            by_row = scaled([pooled_gradient], scale / ranks, self.is_bad)[0]
+        if self.replicated.tables and lookup.pooled is not None:
+            by_row = scaled(passes.gradients[:1], scale / ranks, self.is_bad)[0]
             self.replicated.update(batch.ids, lookup.pooled_by_feature(by_row))
-        del lookup, passes, pooled_gradient  # to make room for the update, which takes as much
+            del by_row
+        del lookup, passes  # to make room for the update, which takes as much
         with record_function("## tables: update ##"):
             self.gate.open(scale, self.is_bad)
 
