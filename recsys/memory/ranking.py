@@ -2,7 +2,7 @@
 
 from recsys.config import Config
 from recsys.memory.facts import DataFacts
-from recsys.models.items import rows_at_once
+from recsys.models.items import block_of_scores, rows_at_once
 from recsys.runtime.machine import Topology
 
 _POSITION_BYTES = 8  # of an item in the corpus
@@ -19,10 +19,14 @@ def ranking_bytes(config: Config, data: DataFacts, batch_rows: int, topology: To
     """Return the bytes that a rank needs to rank the items of the corpus for the users of a batch of `batch_rows` rows.
     The vectors of items are included, those of users are not."""
     ranks, device = topology.world_size, topology.device.type
-    of_users = (rows for role, rows in data.eval_rows.items() if role != "items")
-    users = min(batch_rows, max(of_users, default=0))  # the other rows of a batch are fillers
+    by_role = (rows for role, rows in data.eval_rows.items() if role != "items")
+    users = min(batch_rows, max(by_role, default=0))  # the other rows of a batch are fillers
     own = -(-data.num_items // ranks)
-    scores, hits = (n * min(users, rows_at_once(n, device)) for n in (own, data.num_items))
+    block_users, block_items = block_of_scores(own, device)
+    scores, hits = (
+        min(users, block_users) * block_items,
+        min(users, rows_at_once(data.num_items, device)) * data.num_items,
+    )
     pairs = int(users * data.listed_items)
     of_all = ranks if ranks > 1 else 0  # ranks whose pairs are gathered here, besides this rank's own pairs
     sent = 2 * _PAIR_BYTES * (1 + of_all) * pairs if of_all else 0  # the pairs of all ranks, as received and joined

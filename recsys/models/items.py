@@ -10,11 +10,19 @@ from recsys.runtime.world import World
 
 # Users × items scored together, in FP32: 8 MiB, which suit a core's cache best, or enough to fill a GPU.
 _SCORES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 25}
+# Of so many users at least, since the vectors of all items are read from memory for each block of users.
+_FEWEST_USERS = 16
 
 
 def rows_at_once(num_items: int, device_type: str) -> int:
     """Return the number of users that are scored against all items at once."""
     return max(1, _SCORES_AT_ONCE[device_type] // max(1, num_items))
+
+
+def block_of_scores(num_items: int, device_type: str) -> tuple[int, int]:
+    """Return the numbers of users and of items that are scored together."""
+    users = max(_FEWEST_USERS, rows_at_once(num_items, device_type))
+    return users, max(1, min(num_items, _SCORES_AT_ONCE[device_type] // users))
 
 
 class ItemVectors:
@@ -93,22 +101,46 @@ class ItemVectors:
         """
         scores = users.new_full((len(users), k), -torch.inf)
         positions = torch.zeros(len(users), k, dtype=torch.int64, device=users.device)
-        own, step = min(k, len(self._vectors)), rows_at_once(len(self._vectors), users.device.type)
+        own, step = min(k, len(self._vectors)), block_of_scores(len(self._vectors), users.device.type)[0]
         pairs_by_key = {key: self._own(pairs) for key, pairs in lists.items()}
+        is_fill = users.isnan().all(dim=1).tolist()
         for start in range(0, len(users), step) if own else ():
             rows = slice(start, start + step)
-            of_rows = users[rows] @ self._vectors.T
+            if all(is_fill[rows]):
+                continue
             listed = {key: _of_rows(pairs, rows) for key, pairs in pairs_by_key.items()}
-            if "candidates" in listed:
-                barred = torch.ones_like(of_rows, dtype=torch.bool)
-                barred[listed["candidates"]] = False
-                of_rows.masked_fill_(barred, -torch.inf)
-            if "seen" in listed:
-                of_rows[listed["seen"]] = -torch.inf
-            scores[rows, :own], places = _best(of_rows, own)
+            scores[rows, :own], places = self._best_of_block(users[rows], own, listed)
             positions[rows, :own] = self._positions[places]
-            del of_rows  # before those of the next users
         return scores, positions
+
+    def _best_of_block(
+        self, users: torch.Tensor, k: int, listed: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores and places of this rank's k best items for some users, some items at a time.
+
+        Args:
+            listed: rows and places of items, by key.
+        """
+        best = users.new_empty(len(users), 0), torch.empty(len(users), 0, dtype=torch.int64, device=users.device)
+        step = block_of_scores(len(self._vectors), users.device.type)[1]
+        for first in range(0, len(self._vectors), step):
+            scores = users @ self._vectors[first : first + step].T
+            here = {key: _of_places(pairs, slice(first, first + step)) for key, pairs in listed.items()}
+            if "candidates" in here:
+                barred = torch.ones_like(scores, dtype=torch.bool)
+                barred[here["candidates"]] = False
+                scores.masked_fill_(barred, -torch.inf)
+            if "seen" in here:
+                scores[here["seen"]] = -torch.inf
+            of_step, places = _best(scores, min(k, scores.shape[1]))
+            del scores  # before those of the next items
+            if not first:
+                best = of_step, places
+                continue
+            places, order = torch.cat([best[1], places + first], dim=1).sort(dim=1)
+            of_both, kept = _best(torch.cat([best[0], of_step], dim=1).gather(1, order), min(k, places.shape[1]))
+            best = of_both, places.gather(1, kept)
+        return best
 
     def _own(self, pairs: torch.Tensor) -> torch.Tensor:
         """Return the pairs whose items are on this rank, with the places of the items in its vectors."""
@@ -152,6 +184,13 @@ def _of_rows(pairs: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tens
     first, last = torch.searchsorted(pairs[:, 0].contiguous(), pairs.new_tensor([rows.start, rows.stop])).tolist()
     row, place = pairs[first:last].unbind(1)
     return row - rows.start, place
+
+
+def _of_places(pairs: tuple[torch.Tensor, torch.Tensor], places: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pairs of row and place whose place is among some, counted from the first of these."""
+    row, place = pairs
+    is_here = (place >= places.start) & (place < places.stop)
+    return row[is_here], place[is_here] - places.start
 
 
 def _gathered(tensor: torch.Tensor) -> list[torch.Tensor]:

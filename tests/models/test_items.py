@@ -14,6 +14,7 @@ from batches import batch_of
 from launch import must_train
 
 from recsys.config import Device
+from recsys.models import items as items_module
 from recsys.models.items import ItemVectors, _best
 from recsys.runtime.world import open_world
 from recsys.serving.score import best_places
@@ -45,6 +46,36 @@ def best(rank: int, ranks: int) -> list[list[list[list[float]]]]:
             batch = batch_of(np.ones(len(users[mine])), lists={key: listed[key][mine] for key in keys})
             answers.append([each.tolist() for each in vectors.best(users[mine], k, batch)])
     return answers
+
+
+@pytest.mark.parametrize("at_once", [1, 12, 100])
+def test_blocks_of_items_give_the_best_of_all(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of millions of items some are scored at a time: one user with all of them takes three times as long."""
+    expected = best(0, 1)
+    monkeypatch.setattr(items_module, "_SCORES_AT_ONCE", {"cpu": at_once})
+    monkeypatch.setattr(items_module, "_FEWEST_USERS", 4)
+    users, items = items_module.block_of_scores(ITEMS, "cpu")
+    assert users == 4 and items < ITEMS
+    for (scores, places), (all_scores, all_places) in zip(best(0, 1), expected, strict=True):
+        known = np.array(all_scores) > -np.inf
+        assert scores == all_scores and (np.array(places)[known] == np.array(all_places)[known]).all()
+
+
+def test_rows_that_fill_up_a_batch_are_not_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(items_module, "_SCORES_AT_ONCE", {"cpu": 1})
+    monkeypatch.setattr(items_module, "_FEWEST_USERS", 4)
+    scored: list[int] = []
+    of_block = ItemVectors._best_of_block
+    monkeypatch.setattr(
+        ItemVectors,
+        "_best_of_block",
+        lambda self, users, *rest: scored.append(len(users)) or of_block(self, users, *rest),
+    )
+    with open_world(Device.cpu) as world:
+        items = ItemVectors(torch.eye(DIM), torch.arange(DIM), DIM, world)
+        scores, places = items.best(torch.eye(DIM).repeat(4, 1), 1, batch_of([1.0] * 6 + [0.0] * 26))
+    assert scored == [4, 4] and scores.flatten().tolist() == [1.0] * 6 + [-np.inf] * 26
+    assert places[:6].flatten().tolist() == list(range(6))
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
