@@ -37,7 +37,7 @@ from recsys.data.wanted import (
 )
 from recsys.data.window import Ragged, convert_table
 from recsys.errors import UserError
-from recsys.ids import HashMapping, IdMapping, IdStatistics, IndexMapping, build_mapping, build_routes
+from recsys.ids import HashMapping, IdMapping, IdStatistics, IndexMapping, build_mapping, build_routes, num_again
 from recsys.runtime.files import copy_files
 from recsys.runtime.threads import batches_ahead, decode_in_processes, decoding_threads
 from recsys.runtime.world import World
@@ -337,9 +337,9 @@ def read_corpus(config: Config, items: Dataset) -> pa.Array:
     ids = read_column(items, column)
     if ids.null_count:
         raise UserError(f"config key '{items.key}': column '{column}' holds {ids.null_count} nulls; drop these")
-    counts = ids.value_counts()
-    twice = counts.filter(pa.compute.greater(counts.field("counts"), 1))
-    if len(twice):
+    if num_again(ids):
+        counts = ids.value_counts()
+        twice = counts.filter(pa.compute.greater(counts.field("counts"), 1))
         raise UserError(
             f"config key '{items.key}': item {twice[0]['values']} occurs {twice[0]['counts']} times; "
             f"list every item once"

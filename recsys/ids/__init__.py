@@ -37,6 +37,7 @@ from recsys.ids.vocabulary import (
     grow,
     is_new,
     joined,
+    num_again,
     read_unseen_runs,
     read_vocabulary,
     write_vocabulary,

@@ -152,7 +152,7 @@ class Lookup:
 
 
 def _gradients(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gradients of leaves: 0 for one that the model has not read, as other micro-batches and ranks may have."""
+    """Return the gradients of leaves: 0 if the model has not read one, as other micro-batches or ranks may have."""
     return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 
 

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
+from arrow_pool import arrow_pool
 
 from recsys.errors import UserError
 from recsys.ids import (
@@ -21,6 +22,7 @@ from recsys.ids import (
     hash_column,
     hashing,
     index_bytes,
+    num_again,
     read_vocabulary,
     write_vocabulary,
 )
@@ -319,3 +321,14 @@ def test_a_file_of_uuids_holds_what_a_column_of_uuids_does(tmp_path):
     """DuckDB writes such for its type; a run reads the ids of its data as these bytes."""
     pq.write_table(pa.table({"id": pa.array([b"\xff" * 16, b"b" * 16], pa.uuid())}), tmp_path / "v.parquet")
     assert read_vocabulary(tmp_path / "v.parquet").to_pylist() == [b"\xff" * 16, b"b" * 16]
+
+
+def test_numbers_of_a_vocabulary_are_read_without_a_hash_table_of_them(tmp_path):
+    """It takes 200 bytes for each: of 20 million ids a resumed run took 4 GiB where 1.5 were predicted."""
+    ids = np.random.default_rng(0).permutation(200_000) * 10**12
+    write_vocabulary(tmp_path / "item.parquet", pa.array(ids))
+    with arrow_pool() as pool:
+        assert (read_vocabulary(tmp_path / "item.parquet").to_numpy() == ids).all()
+        assert pool.max_memory() < 60 * len(ids)
+    for numbers in ([7, 3, 7, -1, 3, 7], pa.chunked_array([[7, 3, 7], [-1, 3, 7]]), ["a", "b", "a", "a", "b", "c"]):
+        assert num_again(pa.array(numbers) if isinstance(numbers, list) else numbers) == 3
