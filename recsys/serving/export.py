@@ -65,6 +65,8 @@ def export(run: Finished, out: Path, tables: str = "fp32") -> int:
         raise UserError(f"'{out}' already exists; name another folder, or remove it")
     quiet_libraries()
     with open_world(Device.cpu, run.config.run.num_threads) as world:
+        if world.world_size > 1:
+            raise UserError("recsys export runs one process; start it without torchrun")
         source = Source(run.checkpoint, verify_checkpoint(run.checkpoint, world), init=None)
         with ending_orderly(), whole_folder(out) as folder:
             _Export(run, source, world, Files(folder), tables).write()

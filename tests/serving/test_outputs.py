@@ -135,6 +135,12 @@ def test_an_interrupted_prediction_ends_in_a_line_and_goes_on(run: Path, tmp_pat
     assert pq.read_table(tmp_path / "out").num_rows == 500 and not list((tmp_path / "out").glob(f"{LOCK_FILE}*"))
 
 
+def test_an_export_on_several_processes_is_refused(run: Path, tmp_path: Path) -> None:
+    """They would hinder each other, and tell of another process that writes to OUT."""
+    told = run_recsys("export", run, tmp_path / "out", nproc=2, status=1)
+    assert "error: recsys export runs one process; start it without torchrun" in told
+
+
 def test_an_export_that_a_signal_ends_leaves_nothing(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     for before, status, line in (
