@@ -23,8 +23,9 @@ from recsys.runtime.logs import logger
 
 FileKey = tuple[str, int, int]
 
-_TAIL_BYTES = 16 << 10  # read at once from the end of a file; most footers are shorter
-_REMOTE_TAIL_BYTES = 64 << 10
+_TAIL_BYTES, _REMOTE_TAIL_BYTES = 16 << 10, 64 << 10  # read at once from a file's end; most footers are shorter
+_IN_SOME = "data.optional_columns takes those that only some files have"
+_ADVICE = {"config key 'data.seen_column'": "data.seen_column=null goes without, and leaves no items out"}
 _THREADS = 16  # several, because servers and cold disks make them wait; many more would fight over the interpreter
 
 
@@ -185,12 +186,11 @@ class FooterParser:
                 beside = f"{column.partition('.')[0]}."  # for a field of a struct, list its other fields first
                 have = sorted(dict.fromkeys([*schema.names, *keys]), key=lambda name: not name.startswith(beside))
                 near = nearest(column, have)
-                advice = "" if near else "; data.optional_columns takes those that only some files have"
-                advice += f"; {BY_DATASET}" if self.wanted[column].startswith(KEY) else ""
-                raise UserError(
-                    f"{self.wanted[column]}: file '{name}' has no column '{column}'{near} (it has: "
-                    f"{_listed(have)}){advice}"
-                )
+                key = self.wanted[column]
+                advice = "" if near else f"; {_ADVICE.get(key, _IN_SOME)}"
+                advice += f"; {BY_DATASET}" if key.startswith(KEY) else ""
+                there = f"(it has: {_listed(have)})"
+                raise UserError(f"{key}: file '{name}' has no column '{column}'{near} {there}{advice}")
 
 
 @lru_cache(maxsize=1024)

@@ -124,7 +124,7 @@ def test_users_and_names(towers: Path) -> None:
     ids = pa.array([[1, 2]] * len(users))
     for use, said in (
         (lambda: run.recommend(users.drop_columns("history")), "has no column 'history'"),
-        (lambda: run.recommend(users.drop_columns("seen")), "has no column 'seen'"),
+        (lambda: run.recommend(users.drop_columns("seen")), "; data.seen_column=null goes without, and leaves no ite"),
         (lambda: run.recommend(users, keep=["usr"]), "`keep`: file"),
         (
             lambda: run.recommend(with_column(users, "seen", ids)),
