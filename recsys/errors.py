@@ -181,12 +181,19 @@ def told_error(output: str, status: int) -> UserError:
     if status < 0:
         reason = ", as the system ends what takes more memory than there is" if -status == signal.SIGKILL else ""
         last = [f"it told last: {line}" for line in output.strip().splitlines()[-1:]]
-        return UserError(f"it was ended by {signal.Signals(-status).name}{reason}", *last)
+        return UserError(f"it was ended by {_signal_name(-status)}{reason}", *last)
     lines = output.strip().splitlines() or [f"it ended with status {status}"]
     starts = [i for i, line in enumerate(lines) if line.startswith(_TOLD)] or [len(lines) - 1]
     first, *rest = lines[starts[-1] :]
     below = [line[2:] for line in takewhile(lambda line: line.startswith("  "), rest)]
     return UserError(first.removeprefix(_TOLD), *below)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of the real-time signals between the first and the last
+        return f"signal {number}"
 
 
 def output_is_cut() -> bool:

@@ -75,6 +75,7 @@ def test_texts_are_cut_and_keep_to_their_lines() -> None:
         ("sys.exit(3)", ("it ended with status 3",)),
         ("print('step 3', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)", (KILLED, "it told last: step 3")),
         ("os.kill(os.getpid(), 6)", ("it was ended by SIGABRT",)),
+        ("os.kill(os.getpid(), 40)", ("it was ended by signal 40",)),
         ("print('error: once', file=sys.stderr)", None),
     ],
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from recsys.config import Config, IdMappingType, NullPolicy
 from recsys.config.features import float_features, id_features
@@ -339,7 +340,7 @@ def read_corpus(config: Config, items: Dataset) -> pa.Array:
         raise UserError(f"config key '{items.key}': column '{column}' holds {ids.null_count} nulls; drop these")
     if num_again(ids):
         counts = ids.value_counts()
-        twice = counts.filter(pa.compute.greater(counts.field("counts"), 1))
+        twice = counts.filter(pc.greater(counts.field("counts"), 1))
         raise UserError(
             f"config key '{items.key}': item {twice[0]['values']} occurs {twice[0]['counts']} times; "
             f"list every item once"

@@ -157,12 +157,14 @@ class Record:
 
     @cached_property
     def log(self) -> list[tuple[str, str, str]]:
-        """Times, levels and texts of the warnings and errors of all ranks, in order, without duplicates."""
+        """Last times, levels and texts of the warnings and errors of all ranks, in order."""
         messages: dict[str, tuple[str, str, str]] = {}
         for path in sorted(self.folder.glob("logs/rank_*.log")):
             for match in map(_LOG_LINE.fullmatch, _entries(path)):
                 if match and not _FOR_DEVELOPERS.match(match[3]):
-                    messages.setdefault(match[3], (match[1], match[2], match[3].rstrip()))
+                    messages[match[3]] = max(
+                        messages.get(match[3], ("", "", "")), (match[1], match[2], match[3].rstrip())
+                    )
         entries = sorted(messages.values())
         return [*entries, ("", "ERROR", self.error)] if self.error else entries
 

@@ -88,6 +88,7 @@ class RunLock:
             with naming(path):
                 os.write(self._descriptor, self._content)
         except OSError:
+            os.close(self._descriptor)
             path.unlink()
             raise
         self._path, self._ended = path, threading.Event()

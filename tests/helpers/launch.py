@@ -151,9 +151,11 @@ def forking() -> Iterator[ForkServerContext]:
     os.environ.update(PYTHONPATH=os.pathsep.join(paths))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forked"])
-    yield context
-    os.environ.clear()
-    os.environ.update(before)
+    try:
+        yield context
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _end_late(ranks: list[Any]) -> None:

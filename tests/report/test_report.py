@@ -139,6 +139,22 @@ def test_names_are_no_html(tmp_path: Path) -> None:
     assert "<b>bold" not in text and "&lt;b&gt;bold\n  and more" in text and "<script" not in text
 
 
+def test_an_error_that_comes_again_after_a_stop_is_the_last(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "config.yaml").write_text("train: {max_steps: 1}\n")
+    error = "00:00:00,000 ERROR recsys: error: no room"
+    (tmp_path / "logs" / "rank_0.log").write_text(f"2026-01-01 {error}\n2026-01-02 00:00:00,000 WARNING recsys: a\n")
+    report = tmp_path / "memory" / "rank_0.json"
+    report.write_text(json.dumps({"identity": {"status": "stopped"}}))
+    os.utime(report, (at := time.mktime((2026, 1, 2, 0, 0, 0, 0, 0, -1)), at))
+    assert not Record(tmp_path)._failed_since()
+    with open(tmp_path / "logs" / "rank_0.log", "a") as log:
+        log.write(f"2026-01-03 {error}\n")
+    assert Record(tmp_path).log[-1] == ("2026-01-03 00:00:00", "ERROR", "no room")
+    assert Record(tmp_path)._failed_since()
+
+
 def test_runs_compared(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "both.html"
     assert main(["compare", str(runs / "two"), str(runs / "failed"), "--out", str(out)]) == 0
