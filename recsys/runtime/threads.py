@@ -1,6 +1,8 @@
 """Numbers of threads that a rank runs, depending on its device, its cores and the other ranks of its machine."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -19,6 +21,17 @@ def computing_threads(wanted: int | None, device: torch.device, local_world_size
     """
     cores = num_cores() // local_world_size
     return wanted or (1 if device.type == "cuda" else max(1, cores - 1 if cores > 2 else cores))
+
+
+@contextmanager
+def computed_by_one_thread() -> Iterator[None]:
+    """Let this process compute with one thread, beside another one that writes: OpenMP's would spin on its core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def decoding_threads(wanted: int | None, device: torch.device, local_world_size: int) -> int:

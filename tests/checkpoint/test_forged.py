@@ -11,10 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import xxhash
 from small_checkpoints import checkpoints, loaded, names, state, tensors
 
-from recsys.checkpoint import Marker, TrainState, export_table
+from recsys.checkpoint import Marker, TrainState, export_table, parquet
 from recsys.data.order import Position
 from recsys.data.sources import find_files
 from recsys.errors import UserError
@@ -232,3 +233,16 @@ def test_only_tables_are_overwritten(good: Path, tmp_path: Path) -> None:
     ):
         export_table(checkpoint, "t", log)
     assert log.read_bytes() == before
+
+
+def test_tables_are_read_by_one_thread_beside_the_one_that_writes(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, read_rows, before = list[int](), parquet.read_rows, torch.get_num_threads()
+    monkeypatch.setattr(parquet, "read_rows", lambda *of: threads.append(torch.get_num_threads()) or read_rows(*of))
+    torch.set_num_threads(2)
+    try:
+        export_table(good / names(good)[-1], "t", tmp_path / "t.parquet")
+        assert set(threads) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
