@@ -302,8 +302,8 @@ def column(table: pa.Table, name: str, untyped: bool = False) -> pa.Array:
     fits = (each for each in begins if has_field(each.type, name[len(each.name) + 1 :]))  # the first, as in training
     first = next((each.name for each in chain(fits, begins)), name)
     if names.count(first) != 1:
-        problem = "is missing" if first not in names else "is there twice"
-        raise ExportError(f"column '{name}' {problem}; the columns are {', '.join(map(repr, names[:20]))}")
+        problem, more = "is there twice" if first in names else "is missing", " …" if len(names) > 20 else ""
+        raise ExportError(f"column '{name}' {problem}; the columns are {', '.join(map(repr, names[:20]))}{more}")
     chunks = table.column(first).chunks or [pa.nulls(0, table.schema.field(first).type)]
     array = pa.concat_arrays([each if untyped and pa.types.is_null(each.type) else stored(each) for each in chunks])
     if first == name:

@@ -168,6 +168,11 @@ def test_a_field_that_is_not_there_is_missing() -> None:
                 column(pa.table(columns), name)
 
 
+def test_a_table_of_many_columns_tells_some_of_them() -> None:
+    with pytest.raises(ExportError, match=r"'price' is missing; the columns are 'c0', .*, 'c19' …$"):
+        column(pa.table({f"c{i}": [i] for i in range(25)}), "price")
+
+
 def test_a_log_of_structs_becomes_retrieval_data(folders: dict[str, Path], tmp_path: Path) -> None:
     options = LogOptions(FIELDS["user_id"], FIELDS["item_id"], "day", ["who.device.os"], ["shown.what.category"])
     options.where = "outcome.click == 1 and who.device.os is not None"
