@@ -92,7 +92,8 @@ class Cluster:
         self.set_epochs(epochs)
         self.call("scontrol", "update", f"jobid={job}", "StartTime=now")
         self.wait_for_state(job, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
-        assert self.show(job, "JobState") == "COMPLETED" and self.show(job, "ExitCode") == "0:0"
+        told = self.output(job)[-6000:]
+        assert self.show(job, "JobState") == "COMPLETED" and self.show(job, "ExitCode") == "0:0", told
         assert f"resumed at step {saved} " in self.output(job)
         result = self.result(job)
         assert result["status"] == "done" and result["world_size"] == 2
