@@ -115,7 +115,7 @@ class LogFile:
         stored = {column: self._stored[column] for column in names if column in self._stored}
         for outer in (place.steps[0] for place in stored.values()):
             if (count := self._arrow.names.count(outer)) > 1:
-                raise UserError(f"{self.name} has {count} columns {outer!r}, and may have one")
+                raise UserError(f"{self.name} has {count} columns {outer!r}; keep only one")
         if missing := [column for column in names if not self.has(column)]:
             others = f"only {', '.join(self.leaves)}{nearest(missing[0], self.leaves)}"
             raise UserError(f"{self.name} has no column {missing[0]!r}, {others}")

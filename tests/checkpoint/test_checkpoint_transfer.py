@@ -99,7 +99,7 @@ def test_each_difference_asks_for_its_option(saved: Checkpoints, world: World, t
             report = load_tensors(*found, built.tensors, world, config)
             break
         except UserError as error:
-            option = re.search(r"as it was, or set (train\.init\.[a-z_]+=[a-z]+)$", str(error))
+            option = re.search(r"the config, or set (train\.init\.[a-z_]+=[a-z]+)$", str(error))
             assert option is not None and option[1] not in options, error
             # An error changes nothing.
             assert all(torch.equal(value, before[name]) for name, value in whole(built.tensors).items())
@@ -154,7 +154,7 @@ def test_parts_are_dropped(saved: Checkpoints, world: World, tmp_path: Path) -> 
         ("optimizer.tables.name=sgd", "momentum1, which the config does not have"),
         ("optimizer.dense.name=sgd", "was trained with Adam for the dense part, and the config asks for SGD"),
         ("model.top_mlp=[16]", r"dense/.* of shape \(32, \d+\), and the config \(16, \d+\)"),
-        ("tables.user.embedding_dim=16", "embedding_dim 8, and the config 16; set tables.user.embedding_dim=8"),
+        ("tables.user.embedding_dim=16", "embedding_dim 8, but the config has 16; set tables.user.embedding_dim=8"),
         ("tables.user.num_embeddings=99", "num_embeddings 100, and the config 99"),
         ("tables.user.data_type=FP16", "table 'user' in float32, and the config in float16"),
     ],
@@ -241,9 +241,9 @@ def test_tables_go_out_and_in(tmp_path: Path) -> None:
     [
         ([[1.0, 2.0, 3.0], [4.0]], torch.float32, "column 'vector' must have 2 numbers a row, and no null"),
         ([{"a": 1.0, "b": 2.0}] * 2, torch.float32, "column 'vector' must have 2 numbers a row, and no null"),
-        ([[1.0, 2.0], [3.0, math.nan]], torch.float32, "holds nan, but must hold finite numbers up to what the table"),
+        ([[1.0, 2.0], [3.0, math.nan]], torch.float32, "holds nan, but must hold finite numbers that the table"),
         ([[1.0, 2.0], [-math.inf, 4.0]], torch.float32, "column 'vector' holds -inf"),
-        ([[1.0, 2.0], [1e5, 4.0]], torch.float16, "holds 1e+05, and .* can store, up to 65504 for float16"),
+        ([[1.0, 2.0], [1e5, 4.0]], torch.float16, "holds 1e+05, but .* can store, up to 65504 for float16"),
     ],
 )
 def test_vectors_that_a_table_cannot_have_are_refused(
@@ -334,7 +334,9 @@ def test_ids_of_another_type_are_told_with_their_file(tmp_path: Path) -> None:
     table = TableConfig(num_embeddings=6, embedding_dim=2, mapping=IdMappingType.vocabulary)
     pq.write_table(pa.table({"id": ["7"], "vector": [[1.0, 2.0]]}), tmp_path / "t.parquet")
     rows, local = TableRows(table, pa.array([7, 8])), {"tables/t": LocalTensor.of(torch.zeros(6, 2))}
-    with pytest.raises(UserError, match=r"'train.init.from_parquet.t': file '.*': column 'id': ids of type string do"):
+    with pytest.raises(
+        UserError, match=r"'train.init.from_parquet.t': file '.*': column 'id': ids of type string cannot"
+    ):
         import_table(tmp_path / "t.parquet", "t", table, "adam", rows, local)
 
 

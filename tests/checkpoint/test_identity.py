@@ -66,7 +66,7 @@ def test_a_vocabulary_grows_up_to_its_bound(world: World, tmp_path: Path) -> Non
     rare = Day(tmp_path / "rare", world, today, GROW, "tables.user.min_count=1000", source=first)
     assert rare.ids == first.ids
     assert Day(tmp_path / "same", world, today, source=first).ids == first.ids  # without being asked
-    with pytest.raises(UserError, match=r"num_embeddings' is 24, but the vocabulary has 20 ids, .* take 25 rows"):
+    with pytest.raises(UserError, match=r"num_embeddings' is 24, but the vocabulary has 20 ids, .* need 25 rows"):
         Day(tmp_path / "less", world, today, "tables.user.num_embeddings=24", source=first)
 
 

@@ -50,7 +50,7 @@ def test_decimals():
     assert floats(pa.array([Decimal("1E+6"), Decimal("-2E+3")], pa.decimal128(10, -3))) == [1e6, -2e3]
     assert floats(pa.Array.from_buffers(pa.decimal128(9, 2), 0, [None, None])) == []
     huge = pa.array([Decimal(10) ** 60], pa.decimal256(70, 0))
-    assert "holds 1e+60, and only finite numbers" in refusal(lambda: floats(huge))
+    assert "holds 1e+60, but only finite numbers" in refusal(lambda: floats(huge))
 
 
 def test_decimals_are_rounded_once():
@@ -182,7 +182,7 @@ def test_transforms_of_nothing():
 @pytest.mark.parametrize("value", [-1.0, -3.0])
 def test_log1p_of_minus_one_and_less(value):
     message = refusal(lambda: floats(pa.array([1.0, value]), transform=Transform(log1p=True)))
-    assert f"column 'p' (price) holds {value:.10g}, and log1p takes numbers above -1" in message and "clip" in message
+    assert f"column 'p' (price) holds {value:.10g}, but log1p needs numbers above -1" in message and "clip" in message
     assert floats(pa.array([1.0, value]), transform=Transform(clip=(0, 0), log1p=True)) == [0, 0]
 
 

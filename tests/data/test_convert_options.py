@@ -93,14 +93,14 @@ def test_weights_of_several_rows_per_id():
         ([[1], [2], [3]], [[1], None, []], "row 1 has 1 ids, but 0 weights in column 'w'"),
         # As many in all.
         ([[1], [], [3, 4]], [[1], [2], [3]], "row 1 has 0 ids, but 1 weights in column 'w'"),
-        ([[1], [2]], [1, 2], "lists of ids go with lists of weights, but column 'w' is int64"),
-        ([1, 2], [[1], [2]], "one id a row goes with one weight a row, but column 'w' is list<"),
+        ([[1], [2]], [1, 2], "lists of ids need lists of weights, but column 'w' is int64"),
+        ([1, 2], [[1], [2]], "one id a row needs one weight a row, but column 'w' is list<"),
         ([[1], [2]], [["a"], ["b"]], "column 'w' (weights of its ids) must hold numbers, found string"),
         ([1, 2], ["a", "b"], "column 'w' (weights of its ids) must hold numbers, found string"),
         ([[1], [2, 3]], [[1], [2, None]], "column 'w' (weights of its ids) holds 1 nulls, which are not allowed"),
-        ([[1], [2]], [[1.0], [math.nan]], "column 'w' (weights of its ids) holds nan, and only finite numbers"),
-        ([1, 2], [1.0, -math.inf], "column 'w' (weights of its ids) holds -inf, and only finite numbers"),
-        ([1, 2], [1.0, 1e39], "column 'w' (weights of its ids) holds 1e+39, and only finite numbers"),
+        ([[1], [2]], [[1.0], [math.nan]], "column 'w' (weights of its ids) holds nan, but only finite numbers"),
+        ([1, 2], [1.0, -math.inf], "column 'w' (weights of its ids) holds -inf, but only finite numbers"),
+        ([1, 2], [1.0, 1e39], "column 'w' (weights of its ids) holds 1e+39, but only finite numbers"),
     ],
 )
 def test_weights_that_do_not_fit(ids, weights, said):
@@ -158,5 +158,5 @@ def test_boundaries_of_other_numbers():
     assert convert(tenths.dictionary_encode(), boundaries=(0.1, 0.2)) == [[0], [1], [2], [0]]
     hours = pa.array([datetime.time(5), datetime.time(12), datetime.time(23)])
     assert convert(hours, boundaries=(6 * 3600, 12 * 3600)) == [[0], [2], [2]]
-    assert "boundaries take numbers, found string" in refusal(lambda: convert(pa.array(["1"]), boundaries=(1.0,)))
-    assert "boundaries take numbers, found list" in refusal(lambda: convert(pa.array([[[1]]]), boundaries=(1.0,)))
+    assert "boundaries need numbers, found string" in refusal(lambda: convert(pa.array(["1"]), boundaries=(1.0,)))
+    assert "boundaries need numbers, found list" in refusal(lambda: convert(pa.array([[[1]]]), boundaries=(1.0,)))

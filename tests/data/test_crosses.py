@@ -76,7 +76,7 @@ def test_a_cross_trains_as_a_column_of_its_ids_would_on_any_ranks(tmp_path: Path
     [
         ("features.pair.cross=[user]", "two columns or more"),
         ("features.pair.cross=[user,user]", "two columns or more"),
-        ("features.pair.column=user", "does not go with features.pair.cross"),
+        ("features.pair.column=user", "cannot be combined with features.pair.cross"),
         ("features.pair={type: float, table: null}", "'features.pair.cross' is for features of type id"),
     ],
 )

@@ -139,7 +139,7 @@ def test_a_number_without_logarithm_is_in_no_mean(tmp_path, value):
     """Of a column whose NaN are left to the steps that meet them, too."""
     part = FloatColumn("x", "x", finite=False, transform=Transform(log1p=True))
     pq.write_table(pa.table({"x": [1.0, value]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="log1p takes numbers above -1"):
+    with pytest.raises(UserError, match="log1p needs numbers above -1"):
         measure(open_dataset("data.train", str(tmp_path), {"x": "x"}), {}, [part], ALONE)
 
 

@@ -211,5 +211,5 @@ def test_what_lies_in_maps_and_in_lists_of_lists_is_refused(tmp_path: Path) -> N
 def test_one_of_two_structs_of_a_name_is_not_chosen(tmp_path: Path) -> None:
     columns = [pa.array([{"os": number}]) for number in (1, 2)]
     pq.write_table(pa.Table.from_arrays(columns, ["device", "device"]), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="has 2 columns 'device', keep only one"):
+    with pytest.raises(UserError, match="has 2 columns 'device'; keep only one"):
         open_columns(tmp_path, "device.os")

@@ -190,7 +190,7 @@ BAD = [
     ("__import__('os').system('true')", "cannot be understood"),
     ("", "must be an expression"),
     (7, "must be an expression"),
-    ("s", "'s' is string which is not a condition"),
+    ("s", "'s' is string, which is not a condition"),
     ("a == 'x'", "'a' is int32, and cannot be compared with 'x'"),
     ("a == 2.5", "2.5 is not an integer"),
     ("big == 9223372036854775808", "'big' is int64, and cannot be compared with 9223372036854775808"),

@@ -172,7 +172,7 @@ def test_large_integers_beside_floats_are_no_ids(world: World, folder: Path) -> 
     message = refusal(world, folder, "data.label_column=label", "data.valid=null")
     assert message.startswith(
         f"config key 'data.train': column 'user' (feature 'user', with floats in {folder}/train/b.parquet): ids "
-        "must be whole numbers, found 9007199254740992.0, and double tells these apart below 2**53 only"
+        "must be whole numbers, found 9007199254740992.0, but double is exact only below 2**53"
     )
     pq.write_table(pa.table(COLUMNS), folder / "train/a.parquet")
     assert rows_of(world, folder, "data.label_column=label", "data.valid=null") == 2 * ROWS

@@ -150,7 +150,7 @@ def test_columns_beside_those_that_are_wanted(tmp_path):
         assert read_head(dataset, 1).to_pydict() == {name: whole[name].to_pylist()[:1] for name in names}
     assert open_columns(tmp_path, "tags").row_groups.num_bytes.tolist() == [4 * (3 + 2)]
     assert open_columns(tmp_path, "user", "user.id").row_groups.num_bytes.tolist() == [4 * 4]
-    with pytest.raises(UserError, match="has 2 columns 'twice', keep only one"):
+    with pytest.raises(UserError, match="has 2 columns 'twice'; keep only one"):
         open_columns(tmp_path, "twice")
 
 

@@ -102,7 +102,7 @@ def test_they_change_nothing_and_one_that_is_killed_is_told(dataset):
         assert len(children(os.getpid())) == 4
         for each in children(os.getpid())[1:]:
             os.kill(each, signal.SIGKILL)
-        with pytest.raises(UserError, match=r"process that decodes .* has ended.*data.processes=false"):
+        with pytest.raises(UserError, match=r"process that decodes .* has died.*data.processes=false"):
             list(batches)
 
 

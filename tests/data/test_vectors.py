@@ -69,10 +69,10 @@ def test_what_is_under_a_null_list_is_none_of_it() -> None:
 @pytest.mark.parametrize(
     ("array", "said"),
     [
-        (pa.array([[1.0], [1.0, 2.0, 3.0]]), "holds a list of 1 numbers, where features.text.dim=3 takes 3"),
+        (pa.array([[1.0], [1.0, 2.0, 3.0]]), "holds a list of 1 numbers, where features.text.dim=3 needs 3"),
         (pa.array([1.0]), "must hold lists of 3 numbers, found double; for a number drop its dim"),
         (pa.array([["a", "b", "c"]]), "must hold lists of 3 numbers, found list<item: string>; write them as numbers"),
-        (pa.array([[1.0, 2.0, float("nan")]]), "holds nan, and only finite numbers"),
+        (pa.array([[1.0, 2.0, float("nan")]]), "holds nan, but only finite numbers"),
     ],
 )
 def test_a_mistake_is_told(array: pa.Array, said: str) -> None:

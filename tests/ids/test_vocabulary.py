@@ -135,7 +135,7 @@ def test_texts_with_one_hash(monkeypatch):
     known, ids = pa.array(["b", "aa"]), pa.array(["a", "b", "aa", "cc", "", "ddd"])
     assert rows_of(IndexMapping(known), ids) == [-1, 0, 1, -1, -1, -1]
     assert rows_of(VocabularyMapping(known, 5, 0), ids) == [3 + 1, 1, 2, 3 + 2, 3 + 0, 3 + 3]
-    with pytest.raises(UserError, match="ids b and c have one and the same 64-bit hash; rename one of them"):
+    with pytest.raises(UserError, match="ids b and c have the same 64-bit hash; rename one of them"):
         IndexMapping(pa.array(["b", "aa", "c"]))
 
 

@@ -142,7 +142,7 @@ def test_growth_is_measured_and_told(noise: int, num_steps: int, monkeypatch: py
     assert (
         warning is not None
         and "Python's objects and all else" in warning
-        and "820 MiB that it may take by about step" in warning
+        and "its limit of 820 MiB by about step" in warning
     )
     assert len(samples._steps) < 512
     assert simulate(monkeypatch, size, 1000, num_steps)[0] is None  # the end comes first

@@ -274,7 +274,7 @@ def test_speeds_of_other_devices_are_refused(tmp_path: Path) -> None:
         (
             [f"topology.speeds={path}", "topology.device=cuda", "topology.device_memory=80GiB"],
             None,
-            "measured on cpu, and the ranks are to run on cuda",
+            "measured on cpu, but the ranks are to run on cuda",
         ),
         ([f"topology.speeds={config}"], None, "cannot read"),
         ([f"topology.speeds={tmp_path}/none.json"], None, "No such file"),
@@ -294,7 +294,9 @@ def test_speeds_of_other_devices_are_refused(tmp_path: Path) -> None:
 
 
 def test_no_place_for_the_file_is_told_at_once(tmp_path: Path) -> None:
-    assert "is no folder to write x.json into" in run_recsys("calibrate", tmp_path / "none" / "x.json", status=1)
+    assert "is not a folder, so x.json cannot be written there" in run_recsys(
+        "calibrate", tmp_path / "none" / "x.json", status=1
+    )
     assert f"OUT: '{tmp_path}' is a folder; name a file" in run_recsys("calibrate", tmp_path, status=1)
 
 
@@ -331,7 +333,7 @@ def test_a_file_of_something_else_is_not_written_over(tmp_path: Path) -> None:
     for content in ("data: {train: logs}", '["a"]', '{"schema_version": 1}'):
         path.write_text(content)
         told = run_recsys("calibrate", path, status=1)
-        assert f"OUT: '{path}' is there, and no file of `recsys calibrate`" in told
+        assert f"OUT: '{path}' exists and was not written by `recsys calibrate`" in told
         assert path.read_text() == content
     for content in ("", '{"schema_version": 0, "device": "x", "ranks": 1}'):
         path.write_text(content)

@@ -122,7 +122,7 @@ def test_another_dimension_begins_a_layer_anew(tmp_path: Path) -> None:
 
 def test_lists_of_another_length_are_told(tmp_path: Path) -> None:
     write_rows(tmp_path)
-    for dim, said in ((4, "holds a list of 3 numbers, where features.v.dim=4 takes 4"), (None, "set features.v.dim=3")):
+    for dim, said in ((4, "holds a list of 3 numbers, where features.v.dim=4 needs 4"), (None, "set features.v.dim=3")):
         config = write_config(tmp_path, "c", {"name": "dcn"}, {"v": {"type": "float", "dim": dim, **USUAL}})
         done = fork_train(str(config), f"run.dir={tmp_path}/run")
         assert done.returncode == 1 and said in done.stderr and "rows.parquet" in done.stderr, done.stderr[-2000:]

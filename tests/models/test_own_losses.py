@@ -83,8 +83,8 @@ def test_losses_go_by_their_names() -> None:
         ({"click": torch.tensor(1.0), "aux": torch.tensor(1.0)}, ["click"], "'aux' of .* one name"),
         ({"click": torch.tensor(1.0)}, ["click", "buy"], "mapping of click, buy to"),
         ({"click": torch.ones(2)}, ["click"], r"of \[2\]"),
-        ({}, ["click"], "none, and"),
-        (torch.tensor(1.0), ["click"], "a tensor, and"),
+        ({}, ["click"], "none, but"),
+        (torch.tensor(1.0), ["click"], "a tensor, but"),
     ],
 )
 def test_other_losses_are_refused(losses: Any, names: list[str], said: str) -> None:

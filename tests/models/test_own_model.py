@@ -107,7 +107,7 @@ def test_a_prediction_of_memory_draws_no_number_that_training_would_miss() -> No
         ("dlmr", "did you mean 'dlrm'"),
         ("no_such_module.Model", "cannot be imported"),
         ("recsys.models.dlrm.NoSuchClass", "cannot be imported"),
-        ("pathlib.Path", "is no model"),
+        ("pathlib.Path", "is not a model"),
         ("..", "there is no model '..'"),
     ],
 )
@@ -369,7 +369,7 @@ class OfAnotherType(ModelConfig):
         (ReadsNoFeature, r"'model': .* each id of feature 'user', and no id feature .*'user_id'"),
         (
             Undecorated,
-            r"^config key 'model\.name': the class Undecorated is no dataclass, .* write @dataclass above it",
+            r"^config key 'model\.name': the class Undecorated is not a dataclass, .* write @dataclass above it",
         ),
         (WithoutDefault, r"^config key 'model': the default in class WithoutDefault: .* argument: 'width'"),
         (OfAnotherType, r"^config key 'model\.width': the default in class OfAnotherType: Value 'eight' .* Integer$"),

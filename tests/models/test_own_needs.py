@@ -130,5 +130,5 @@ def test_needs_that_do_not_hold_together(needs: dict[str, object], said: str) ->
 def test_items_that_are_drawn_of_no_file() -> None:
     config = load_config(ROOT / "configs" / "two_tower_sample.yaml")
     without = replace(config.data, items=None, valid=None, test=None)
-    with pytest.raises(UserError, match=r"'data\.items' is not set, and model own\.Model draws items of it"):
+    with pytest.raises(UserError, match=r"'data\.items' is not set, but model own\.Model samples items from it"):
         check_model(replace(config, data=without, model=OwnConfig(wanted=Needs(**ITEMS, sampled_items=8))))

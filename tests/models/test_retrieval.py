@@ -246,7 +246,7 @@ def test_the_loss_of_pairs_by_hand(num_sampled: int, scores_at_once: int, monkey
     ("overrides", "message"),
     [
         (["model.loss=bpr"], r"'model.logq_correction' corrects the softmax; with loss bpr, set it to false"),
-        (["model.loss=contrastive"], r"'model.loss': contrastive is of simplex alone; softmax and bpr are here"),
+        (["model.loss=contrastive"], r"'model.loss': contrastive belongs to model simplex; use softmax or bpr"),
     ],
 )
 def test_losses_that_do_not_fit_get_a_sentence(config: Path, overrides: list[str], message: str) -> None:

@@ -179,7 +179,7 @@ def test_the_loss_by_hand(loss: RetrievalLoss) -> None:
         (["model.dim=12"], r"'model.dim' must be 8, the width of tables.user' vectors, found 12"),
         (["tables.item.projected_dim=16"], r"'model.dim' must be 16, the width of tables.item' vectors, found 8"),
         (["model.history=histroy"], r"'model.history': there is no feature 'histroy'; did you mean 'history'"),
-        (["model.user_id=item"], r"each another one: model.user_id, model.history, model.item_id; found"),
+        (["model.user_id=item"], r"these distinct features: model.user_id, model.history, model.item_id; found"),
         (["features.history.table=user"], r"tables.user and tables.item"),
         (["data.items=null"], r"'data.items' is not set, but negatives are sampled"),
         (["features.history.weights=w"], r"'features.history.weights': model simplex reads none"),

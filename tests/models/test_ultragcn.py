@@ -196,7 +196,7 @@ def test_neighbours_are_those_of_the_definition() -> None:
     [
         (["features.neighbours.weights=null"], r"'features.neighbours': neighbours are items of tables.item with a we"),
         (["features.neighbours.table=user"], r"neighbours are items of tables.item .* found table user"),
-        (["model.neighbours=null"], r"reads these distinct features, .*model.item_id; found"),
+        (["model.neighbours=null"], r"reads these distinct features: .*model.item_id; found"),
         (["model.positive_weights=[1]"], r"'model.positive_weights' must be two numbers"),
     ],
 )

@@ -190,7 +190,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytes
         opened.log("train", {"step": step})
     opened.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "wandb takes no more figures of this run (ConnectionError: no network)"
+        "wandb gets no more metrics of this run (ConnectionError: no network)"
     ]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 

@@ -108,7 +108,7 @@ def test_two_towers(tmp_path: Path) -> None:
 def test_mistakes_of_arguments_are_told_before_anything_starts() -> None:
     train: Any = recsys.train
     for config, number, said in (
-        (None, 1, "the config is of type NoneType, and may be the path"),
+        (None, 1, "the config is of type NoneType, but must be the path"),
         ({"train": {"max_steps": object()}}, 1, r"config key 'train\.max_steps': .*; values are texts"),
         ("my.yaml", 0, "num_processes is 0, but must be a whole number above 0"),
         ("my.yaml", 1.5, r"num_processes is 1\.5"),
@@ -210,7 +210,7 @@ def test_one_of_several_ranks_opens_no_run(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for attempt in (lambda: recsys.open_run("nowhere"), lambda: recsys.train("nowhere.yaml")):
-        with pytest.raises(UserError, match="on one process alone, and a launcher started this one as rank 0 of 2"):
+        with pytest.raises(UserError, match="in one process only, but a launcher started this one as rank 0 of 2"):
             attempt()
     monkeypatch.delenv("RANK")
     monkeypatch.setattr(api, "_worlds", {})
@@ -276,13 +276,16 @@ def test_names_to_keep_are_a_list() -> None:
         pass
     for letters in ("ab", b"ab", {"a": 1, "b": 2}):
         said = rf"\(?column 'b' is of type {type(letters).__name__}, but must be a list of values"
-        with pytest.raises(UserError, match=rf"of one length {said}"), api._as_files({"a": ["x", "y"], "b": letters}):
+        with (
+            pytest.raises(UserError, match=rf"of the same length {said}"),
+            api._as_files({"a": ["x", "y"], "b": letters}),
+        ):
             pass
         with pytest.raises(ExportError, match=rf"rows are of type dict, .*: {said}"):
             as_table({"a": ["x", "y"], "b": letters})
     for large in ([2**63], [1, None, 2**64 - 1], [[2**63]]):
         with (
-            pytest.raises(UserError, match=r"one length, numbers from 2.*63 on as uint64"),
+            pytest.raises(UserError, match=r"same length, numbers from 2.*63 on as uint64"),
             api._as_files({"a": large}),
         ):
             pass

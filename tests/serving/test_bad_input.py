@@ -134,7 +134,7 @@ def test_users_and_names(towers: Path) -> None:
         (lambda: run.recommend([]), "DATA is an empty list"),
         (
             lambda: run.recommend([{"user": 1}]),
-            "DATA is of type list, and may be paths, an Arrow table, a data frame or a mapping of columns of one",
+            "DATA is of type list, but must be paths, an Arrow table, a data frame or a mapping of columns of the same",
         ),
         *(
             (lambda k=k: run.recommend(users, k), f"k is {k!r}, but must be a whole number above 0")
@@ -142,11 +142,11 @@ def test_users_and_names(towers: Path) -> None:
         ),
         (
             lambda: run.embeddings("user"),
-            "nothing says of which users the vectors are wanted; give their rows as `data`",
+            "nothing says which users' vectors are wanted; give their rows as `data`",
         ),
         (
             lambda: run.embeddings("tables.user", keep=["user"]),
-            "`keep` names columns of users or items, and vectors of table 'user' have only their id",
+            "`keep` names columns of users or items, but vectors of table 'user' have only their id",
         ),
         (
             lambda: run.embeddings("itm"),

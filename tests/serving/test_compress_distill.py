@@ -125,7 +125,7 @@ def test_a_student_begins_with_low_rank_factors(run: Path, tmp_path: Path) -> No
         (
             "quantize,distill",
             ["tables.user.sharding_type=data_parallel"],
-            "quantize accepts FP16 before: .*goes with",
+            "quantize accepts FP16 before: .*works with",
         ),
         (
             "prune,distill",

@@ -114,7 +114,7 @@ def test_ids_of_a_pruned_table_have_the_rows_that_training_gave_them(tmp_path: P
     ("arguments", "said"),
     [
         (["usr"], "the run has no vectors of 'usr'; did you mean 'user'?"),
-        (["item"], "table 'item' has mapping: hash, which keeps no ids; give data that hold the ids wanted, as --data"),
+        (["item"], "table 'item' has mapping: hash, which keeps no ids; give data that hold the wanted ids as --data"),
         (["user", "--faiss", "flat"], "--faiss indexes vectors of items, not of 'user'"),
         (["item", "--data", "STRINGS"], "its ids are string in column 'item_id' of DATA and int64"),
         (["hour", "--data", "HOURS"], "id 24 is outside 0 … 23"),

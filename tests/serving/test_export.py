@@ -98,7 +98,7 @@ def test_only_predictions_are_overwritten(ranker: Path, tmp_path: Path) -> None:
     """A glob that the shell has expanded names a second file of the data where the output is expected."""
     data, log, config = ROOT / "data/sample/test/part-00000.parquet", tmp_path / "log.parquet", tmp_path / "c.yaml"
     log.write_bytes(before := data.read_bytes())
-    assert f"'{log}' is there, and holds no score" in score(ranker / "out", "predict", data, log, status=1)
+    assert f"'{log}' exists and has no score" in score(ranker / "out", "predict", data, log, status=1)
     config.write_text("data:")
     assert f"'{config}' cannot be written" in score(ranker / "out", "predict", data, config, status=1)
     assert log.read_bytes() == before and config.read_text() == "data:"

@@ -186,5 +186,5 @@ def test_a_log_of_structs_becomes_retrieval_data(folders: dict[str, Path], tmp_p
 def test_one_of_two_columns_of_a_name_is_not_chosen(tmp_path: Path) -> None:
     columns = [pa.array([{"id": number}] * 5) for number in range(3)]
     pq.write_table(pa.Table.from_arrays(columns, ["who", "what", "what"]), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="has 2 columns 'what', keep only one"):
+    with pytest.raises(UserError, match="has 2 columns 'what'; keep only one"):
         convert_log([tmp_path / "a.parquet"], tmp_path / "out", LogOptions("who.id", "what.id"))

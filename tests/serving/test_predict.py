@@ -154,7 +154,7 @@ def test_an_interrupted_prediction_goes_on(run: Path, rows: pa.Table, tmp_path: 
         assert said in run_recsys(*arguments, *changed, before=small_blocks, status=1)
 
 
-@pytest.mark.parametrize(("name", "said"), [("nothing", "--keep: file"), ("score", "would be there twice")])
+@pytest.mark.parametrize(("name", "said"), [("nothing", "--keep: file"), ("score", "would be written twice")])
 def test_columns_that_cannot_be_kept(name: str, said: str, run: Path, rows: pa.Table, tmp_path: Path) -> None:
     pq.write_table(rows.append_column("score", rows["price"]), tmp_path / "rows.parquet")
     assert said in run_recsys("predict", run, tmp_path / "rows.parquet", tmp_path / "out", "--keep", name, status=1)

@@ -165,11 +165,11 @@ def test_what_fbgemm_lacks_on_cpu_is_refused():
     [
         (
             "optimizer.tables={name: sgd, weight_decay: 0.1}",
-            "'optimizer.tables.weight_decay': sgd leaves it out",
+            "'optimizer.tables.weight_decay': sgd ignores it",
         ),
         (
             "tables.user.optimizer={name: adagrad, weight_decay: 0.1}",
-            "'tables.user.optimizer.weight_decay': adagrad leaves",
+            "'tables.user.optimizer.weight_decay': adagrad ignores",
         ),
         (
             "tables.user={sharding_type: data_parallel, optimizer: {weight_decay: 0.1}}",

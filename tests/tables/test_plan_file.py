@@ -105,13 +105,13 @@ FORBIDDEN: dict[str, tuple[str, Edit, list[str], str]] = {
     "columns of row-wise state": ("user", HALVES, [], "so what is learned would depend on the plan"),
     "columns of its own state": (
         *("user", HALVES, ["optimizer.tables.name=adagrad", "tables.user.optimizer={name: rowwise_adagrad}"]),
-        "insist with tables.user.optimizer.allow_column_split=true",
+        "allow it with tables.user.optimizer.allow_column_split=true",
     ),
     "copies and LAMB": (
         "user",
         COPIES,
         ["optimizer.tables.name=lamb"],
-        "every rank holds are trained by rowwise_",
+        "replicated tables are trained by rowwise_",
     ),
     "copies and decay": (
         "user",
@@ -121,13 +121,13 @@ FORBIDDEN: dict[str, tuple[str, Edit, list[str], str]] = {
     ),
     "copies in host memory": (
         *("user", COPIES, [*GPUS, "tables.user.compute_kernel=fused_uvm"]),
-        "a table that every rank holds lies in device memory, found fused_uvm",
+        "a replicated table lies in device memory, found fused_uvm",
     ),
     "kernel": (
         *("user", HALVES, [*GPUS, "tables.user.compute_kernel=fused_uvm"]),
         "with compute_kernel 'fused', and by the config it is 'fused_uvm' here",
     ),
-    "lists id by id": ("item", split("table_row_wise", 500, 8), [ATTENTION], "feature 'history' is looked up id by id"),
+    "lists id by id": ("item", split("table_row_wise", 500, 8), [ATTENTION], "looks up feature 'history' id by id"),
     "a penalty on all rows": (
         *("user", split("row_wise", 500, 8), ["tables.user.l2_all_rows=0.1"]),
         "found sharding_type: row_wise",

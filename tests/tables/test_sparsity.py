@@ -71,14 +71,14 @@ def test_rows_of_0_are_pruned_without_loss(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["tables.user.sparsity.l1=1"], "goes with optimizers adagrad, sgd, adam without weight_decay"),
+        (["tables.user.sparsity.l1=1"], "needs optimizer adagrad, sgd, adam without weight_decay"),
         (["optimizer.tables.name=sgd", "tables.user.sparsity={l1: 0}"], "has no effect while l1 and group_lasso are 0"),
         (
             [
                 "optimizer.tables.name=sgd",
                 "tables.user={sparsity: {group_lasso: 1}, sharding_type: column_wise}",
             ],
-            "'tables.user.sparsity.group_lasso' takes whole rows, which column_wise splits",
+            "'tables.user.sparsity.group_lasso' prunes whole rows, which column_wise splits",
         ),
     ],
 )

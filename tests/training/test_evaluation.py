@@ -30,5 +30,5 @@ def test_other_values_are_refused(value: Any) -> None:
 
 def test_a_metric_that_only_the_config_names() -> None:
     """Early stopping by it would never stop, and say nothing."""
-    with pytest.raises(UserError, match=r"metric_names .* names accuracy, and its evaluator's compute gave auc, rows;"):
+    with pytest.raises(UserError, match=r"metric_names .* names accuracy, but its evaluator's compute gave auc, rows;"):
         metrics({"auc": 0.5, "rows": 1.0}, needed="accuracy")

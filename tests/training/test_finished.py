@@ -93,7 +93,7 @@ def test_a_run_whose_best_checkpoint_is_damaged_ends_without_it(finished: Path) 
     (best / "rank_0.bin").write_bytes(b"")
     replace(marker, state=replace(marker.state, best_step=3, best_metric=2.0)).write(newest)
     told = run_recsys("train", CONFIG, f"run.dir={finished}", *OPTIONS, "train.epochs=2", status=1)
-    assert "take another one, or remove it and run.resume=true ends with" in told
+    assert "use another one, or remove it and run.resume=true ends with" in told
     rmtree(best)
     assert "the checkpoint of step 3, the best so far, is gone" in train(finished, 2)
     assert json.loads((finished / "result.json").read_text())["steps"] == 22

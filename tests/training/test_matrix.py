@@ -37,7 +37,7 @@ REFUSED = {
     "decay": (["optimizer.tables.weight_decay=0.1"], "'optimizer.tables.weight_decay'"),
     "replicated by id": (
         ["model.attention={history: item_id}", "tables.item.sharding_type=data_parallel"],
-        "'tables.item.sharding_type': feature 'history' is looked up id by id, for model dlrm, which goes with ",
+        "'tables.item.sharding_type': model dlrm looks up feature 'history' id by id, which works with ",
     ),
     "several rows an id": (
         ["model.attention={history: item_id}", "tables.item.num_hashes=2"],
@@ -45,7 +45,7 @@ REFUSED = {
     ),
     "vectors of two widths": (
         ["model.attention={history: user_id}", "tables.user.embedding_dim=4"],
-        "'model.attention.history': its table has embedding_dim 8, and that of 'user_id' 4",
+        "'model.attention.history': its table has embedding_dim 8, but that of 'user_id' has 4",
     ),
     "lamb": (["optimizer.tables.name=lamb"], "'optimizer.tables.name': tables are trained on CPU by"),
 }
