@@ -1,4 +1,4 @@
-"""A name for each start of the ranks in a store that outlives it, on which they agree before they are connected."""
+"""How ranks find each other: a store prefix for each start, and messages about what they wait for meanwhile."""
 
 import threading
 import time
@@ -13,15 +13,15 @@ from recsys.errors import LostPeerError, end_run
 from recsys.runtime.launch import local_ranks
 from recsys.runtime.logs import logger
 
-_TELL_AFTER_S = 30.0  # what is waited for, which may be for ten minutes more
+_TELL_AFTER_S = 30.0  # the wait may go on for another ten minutes
 
 
 @contextmanager
 def told_if_slow(text: Callable[[], str], limit_s: float | None = None) -> Iterator[None]:
-    """Log what the block waits for, once a machine, where that takes half a minute or more.
+    """Log what the block waits for, once on each machine, if it takes more than half a minute.
 
     Args:
-        limit_s: ends this rank after so long, where the block does not end by itself.
+        text: returns what the block waits for. limit_s: this rank ends if the block takes longer.
     """
     ended = threading.Event()
 
@@ -43,25 +43,25 @@ def told_if_slow(text: Callable[[], str], limit_s: float | None = None) -> Itera
 def agree_on_prefix(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Return a name that rank 0 chooses, the same on all ranks, and another at each start of the ranks.
 
-    torchrun --max-restarts keeps its store. Without a prefix, gloo would now and then take the address of a process of
-    the last start for its peer's, and fail. The count of restarts will not do: machines may count differently.
+    torchrun --max-restarts keeps its store. Without a prefix, gloo would sometimes read the address of a process of the
+    last start instead of its peer's, and fail. The count of restarts cannot serve: machines may count differently.
     """
     own = uuid.uuid4().hex
     if rank > 0:
         store.set(f"start/{rank}", own)
-        with told_if_slow(lambda: f"rank {rank} waits for rank 0 to start; see what that one has told"):
+        with told_if_slow(lambda: f"rank {rank} waits for rank 0 to start; see its output"):
             prefix = store.get(f"start/answer/{own}").decode()
         store.set(f"start/{prefix}/{rank}", "")
         return prefix
     missing, deadline = list(range(1, world_size)), time.monotonic() + timeout.total_seconds()
     with told_if_slow(
-        lambda: f"rank 0 waits for ranks to start, see what they have told: {', '.join(map(str, missing[:8]))}"
+        lambda: f"rank 0 waits for ranks to start (see their output): {', '.join(map(str, missing[:8]))}"
     ):
         while missing:
             if time.monotonic() > deadline:
                 raise LostPeerError(f"rank {missing[0]} did not start in {timeout.total_seconds():.0f} s")
             for other in tuple(missing):
-                if store.check([f"start/{other}"]):  # left by the last start, maybe: then nobody takes the answer
+                if store.check([f"start/{other}"]):  # if the last start has left it, nobody reads the answer
                     store.set(f"start/answer/{store.get(f'start/{other}').decode()}", own)
                 if store.check([f"start/{own}/{other}"]):
                     missing.remove(other)

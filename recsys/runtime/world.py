@@ -31,7 +31,7 @@ _ECHO_WAIT_S = 1.0
 _CONNECT_S = 300.0
 _NOT_CONNECTED = (
     "rank {} has found the others and waits for connections to them: machines must reach each other at every port, "
-    "which a firewall may close, and by one network, which GLOO_SOCKET_IFNAME names where there are several"
+    "which a firewall may close, and by one network, which GLOO_SOCKET_IFNAME names if there are several"
 )
 
 # Messages of gloo, NCCL and the store if the other side is gone; all other errors keep their traceback.

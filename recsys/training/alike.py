@@ -52,11 +52,11 @@ def check_alike(config: Config, world: World) -> None:
 def check_shared(folder: Path, lock: RunLock, world: World, what: str = "config key 'run.dir'") -> None:
     """Refuse a folder that some rank does not see, and would write to on a disk of its own; collective.
 
-    By the lock, which no earlier run has left on that disk.
+    The lock shows this: no earlier run has left the same one on that disk.
 
     Args:
         lock: of the folder, held on rank 0.
-        what: by which the user names the folder.
+        what: the option or key with which the user names the folder.
 
     Raises:
         UserError: on every rank; it names the rank and its machine.
@@ -77,9 +77,7 @@ def unlike_versions(world: World) -> list[str]:
         if differing := [
             f"{name} {here} where rank 0 has {there}" for name, (here, there) in pairs.items() if here != there
         ]:
-            text = (
-                f"rank {rank} on {host} has {', '.join(differing)}; give all machines the same, or ranks may wait for"
-            )
+            text = f"rank {rank} on {host} has {', '.join(differing)}; install the same on all, or ranks may wait for"
             sentences.setdefault(host, f"{text} each other, or learn something else")
     return list(sentences.values())
 

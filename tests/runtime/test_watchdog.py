@@ -188,7 +188,7 @@ def test_ranks_that_wait_for_others_to_start_say_so(
     """As where the others have ended in a mistake before, which the machines of these tell, or do not come at all."""
     monkeypatch.setattr(rendezvous, "_TELL_AFTER_S", 0.2)
     for rank, said in (
-        (0, "waits for ranks to start, see what they have told: 1, 2, 3"),
+        (0, "waits for ranks to start (see their output): 1, 2, 3"),
         (1, "waits for rank 0 to start"),
     ):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))

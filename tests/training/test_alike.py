@@ -91,7 +91,7 @@ def test_other_versions_on_a_machine_are_told_once(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(alike, "git_commit", lambda commit=commit: commit)
         assert unlike_versions(alone) == []
     (told,) = unlike_versions(SimpleNamespace(gather=lambda mine: sent))  # type: ignore[arg-type]
-    assert told.startswith("rank 2 on b has torch 2.12 where rank 0 has 2.13; give all machines the same")
+    assert told.startswith("rank 2 on b has torch 2.12 where rank 0 has 2.13; install the same on all")
     sent[1] = "a", sent[0][1], "abc+"
     told = unlike_versions(SimpleNamespace(gather=lambda mine: sent[:2]))[0]  # type: ignore[arg-type]
     assert told.startswith("rank 1 on a has commit abc+ where rank 0 has abc; ")
