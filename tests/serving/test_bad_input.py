@@ -154,7 +154,7 @@ def test_users_and_names(towers: Path) -> None:
         ),
         (lambda: run.embeddings("tables.itm"), "the run has no vectors of 'tables.itm'"),
         (lambda: run.embeddings("item", items.drop_columns("year")), "has no column 'year'"),
-        (lambda: run.embeddings("item", pa.concat_tables([items, items])), "DATA: item item-0 is there 2 times"),
+        (lambda: run.embeddings("item", pa.concat_tables([items, items])), "DATA: item item-0 occurs 2 times"),
         (lambda: run.embeddings("tables.user"), "table 'user' has mapping: hash, which keeps no ids"),
     ):
         with pytest.raises(UserError) as raised:
