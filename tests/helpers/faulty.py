@@ -42,6 +42,7 @@ def install_aside(fault: str, place: str) -> None:
     whole = getattr(run, name)
 
     def faulty(*arguments: object) -> object:
+        time.sleep(3)  # so that a heartbeat has been sent from here
         FAULTS[fault]()
         return whole(*arguments)
 
