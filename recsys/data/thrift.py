@@ -26,6 +26,7 @@ _PATH, _NUM_VALUES, _STATISTICS = 3, 5, 12
 _NULL_COUNT, _MOST, _LEAST = 3, 5, 6
 # Types of the compact protocol.
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
+_NO_ROWS = bytes([1 << 4 | _I64, 0])  # the field of a file's rows as 0, if nobody reads it
 
 
 def schema_end(footer: bytes) -> int:
@@ -83,13 +84,12 @@ def with_one_row_group(head: bytes, row_group: bytes, rest: bytes) -> bytes:
         head: the footer up to the end of the schema. row_group: its bytes from one of `row_group_bounds` to the next.
         rest: the bytes after the last row group.
     """
-    num_rows = bytes([1 << 4 | _I64, 0])  # rows of the file, which readers of a row group do not use
-    return head + num_rows + bytes([1 << 4 | _LIST, 1 << 4 | _STRUCT]) + row_group + rest
+    return head + _NO_ROWS + bytes([1 << 4 | _LIST, 1 << 4 | _STRUCT]) + row_group + rest
 
 
 def without_row_groups(head: bytes) -> bytes:
     """Return the footer of a file without rows, by the `head` of another: to the end of the schema."""
-    return head + bytes([1 << 4 | _I64, 0, 1 << 4 | _LIST, _STRUCT, 0])
+    return head + _NO_ROWS + bytes([1 << 4 | _LIST, _STRUCT, 0])
 
 
 @lru_cache(maxsize=64)
