@@ -127,6 +127,8 @@ def _expand_local(key: str, path: str) -> list[_File]:
         _tell_of_versions(key, path, [log for log in _TABLE_LOGS if os.path.isdir(os.path.join(path, log))])
         return files
     if not glob.has_magic(path):
+        if os.path.islink(path):
+            raise UserError(f"config key '{key}': '{path}' is a link to '{os.readlink(path)}', which leads nowhere")
         wrong = "is not a regular file" if os.path.exists(path) else f"does not exist{_seen_from(path)}"
         raise UserError(f"config key '{key}': '{path}' {wrong}{_near(Storage(), path)}")
     path = re.sub("/+", "/", path)  # matches have single slashes; `$LOGS/*.parquet` has two if LOGS ends in one

@@ -116,6 +116,13 @@ def test_a_path_that_is_neither_file_nor_folder(tmp_path):
     assert "not a regular file" in refusal(lambda: find_files("data.train", str(tmp_path / "pipe")))
 
 
+@pytest.mark.parametrize("target", ["gone", "link"])
+def test_a_link_that_leads_nowhere_is_told_as_one(tmp_path, target):
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    assert f"is a link to '{target}', which leads nowhere" in refusal(lambda: find_files("data.train", str(link)))
+
+
 def test_links_to_folders_are_followed_once(tmp_path):
     write(tmp_path / "elsewhere" / "a.parquet")
     (tmp_path / "logs").mkdir()
