@@ -20,6 +20,7 @@ from recsys.data.convert import convert_ids, flatten
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.figures import FloatFacts, joined, summarise
+from recsys.data.order import Segment
 from recsys.data.spec import FloatColumn, IdColumn
 from recsys.errors import UserError
 from recsys.ids import (
@@ -259,19 +260,21 @@ def _pass(
     summaries: dict[int, list[np.ndarray]] = {}
     mine = range(world.rank, len(dataset.row_groups), world.world_size)
 
-    def summaries_of(rows: pa.Table) -> list[np.ndarray]:
-        for counted, counter in counters.items():
-            for chunk in (chunk for column in counted for chunk in rows.column(column).chunks):
-                with _naming(dataset, counted):
-                    counter.add(_present(_flat(chunk)))
-        for chunk in rows.column(row_counter.column).chunks if row_counter else ():
-            row_counter.add(chunk)  # type: ignore[union-attr]
-        return [summarise(rows.column(part.column or ""), part) for part in floats]
+    def summaries_of(rows: pa.Table, segment: Segment) -> list[np.ndarray]:
+        with segment.named():
+            for counted, counter in counters.items():
+                for chunk in (chunk for column in counted for chunk in rows.column(column).chunks):
+                    with _naming(dataset, counted):
+                        counter.add(_present(_flat(chunk)))
+            for chunk in rows.column(row_counter.column).chunks if row_counter else ():
+                row_counter.add(chunk)  # type: ignore[union-attr]
+            return [summarise(rows.column(part.column or ""), part) for part in floats]
 
     with Task("counting ids", len(mine), "row groups", world.rank == 0) as task:
         for i in mine:
+            segment = dataset.row_groups.segment(i)
             # The rows get no name here, because a name would keep them while the next row group is decoded.
-            summaries[i] = summaries_of(reader.read(dataset.row_groups.segment(i)))
+            summaries[i] = summaries_of(reader.read(segment), segment)
             task.done += 1
     tables = {}
     for counted in list(counters):

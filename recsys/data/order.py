@@ -9,11 +9,15 @@ W divides V, a rank reads V/W whole streams; otherwise several ranks read some o
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
+
+from recsys.errors import UserError
 
 # Bound for a window, so that a dataset of many small files does not open all of them before its first batch.
 _MOST_SEGMENTS = 16
@@ -68,6 +72,16 @@ class Segment:
     @property
     def num_rows(self) -> int:
         return self.stop - self.start
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Let errors about values name the row group, unless it is of no file."""
+        try:
+            yield
+        except (UserError, pa.ArrowException) as error:
+            if not self.path:
+                raise
+            raise UserError(f"{error} (in row group {self.row_group} of {self.path})") from error
 
 
 @dataclass(frozen=True)

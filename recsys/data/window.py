@@ -155,11 +155,8 @@ class _Conversion:
                 self._convert(table)
         except (UserError, pa.ArrowException):
             for segment, table in pending:  # one by one, so that the message names the segment with the error
-                try:
+                with segment.named():
                     _Conversion(Window((segment,), None), self._spec, BlockPool())._convert(table)
-                except (UserError, pa.ArrowException) as error:
-                    if segment.path:
-                        raise UserError(f"{error} (in row group {segment.row_group} of {segment.path})") from error
             raise
 
     def _convert(self, table: pa.Table) -> None:

@@ -144,11 +144,13 @@ def test_a_number_without_logarithm_is_in_no_mean(tmp_path, value):
 
 
 @pytest.mark.parametrize("value", [1e308, math.inf, math.nan])
-def test_numbers_beyond_float32_are_refused_by_column(tmp_path, value):
+def test_numbers_beyond_float32_are_refused_by_column_and_row_group(tmp_path, value):
     with pytest.raises(
-        UserError, match=r"column 'x' \(x\) holds .*, but only finite numbers up to 3.4e38 can be trained on"
+        UserError,
+        match=r"column 'x' \(x\) holds .*, but only finite numbers up to 3.4e38 can be trained on"
+        rf".* \(in row group 1 of {tmp_path}/rows.parquet\)",
     ):
-        figures(tmp_path, pa.array([1.0, value]))
+        figures(tmp_path, pa.array([1.0] * 8 + [value]))
 
 
 def test_one_row_group_is_held_while_the_next_is_decoded(tmp_path, monkeypatch):
