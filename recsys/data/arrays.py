@@ -126,3 +126,9 @@ def _decimals(array: pa.Array) -> np.ndarray:
     if large.any():
         numbers[large] = array.cast(pa.float64()).to_numpy()[large]
     return numbers
+
+
+def num_stored(array: pa.Array) -> int:
+    """Return how many values Parquet stores for lists: their elements, and one for each list that is empty or null."""
+    offsets = numpy_view(array.offsets)
+    return int(offsets[-1] - offsets[0]) + int(np.count_nonzero(offsets[1:] == offsets[:-1]))

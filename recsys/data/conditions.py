@@ -64,10 +64,9 @@ class Bounds(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where rows come from: `num_rows` of a row group, from `first` on; `group` identifies the row group."""
+    """Where rows come from: the first `num_rows` of a row group, which `group` identifies."""
 
     group: str
-    first: int
     num_rows: int
 
 
@@ -201,7 +200,7 @@ def _sampled(share_and_seed: tuple[float, int], origin: Origin | None) -> pa.Chu
     share, seed = share_and_seed
     if origin is None:
         raise UserError(f"{KEY}: sampled(…) chooses rows by their place in a file; it cannot be compared with anything")
-    numbers = np.arange(origin.first, origin.first + origin.num_rows)
+    numbers = np.arange(origin.num_rows)
     return pa.chunked_array([pa.array(hash_uniform(numbers, make_key(seed, "sampled", origin.group)) < share)])
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recsys.data.arrays import cast
+from recsys.data.arrays import cast, num_stored
 from recsys.data.conditions import Origin
 from recsys.data.crosses import with_crosses
 from recsys.data.dataset import Dataset
@@ -22,10 +22,9 @@ from recsys.data.footers import opened, plain_type
 from recsys.data.group_footers import GroupFooters
 from recsys.data.order import Segment
 from recsys.data.storage import BadDataError, partition_column, partition_keys, reason
-from recsys.ids import numpy_view
 
 CACHED_ROW_GROUPS = 2  # kept by a reader, of those that are read in parts
-_HEAD_BUFFER_BYTES, _HEAD_BATCH_ROWS = 1 << 16, 1 << 12  # read and decoded at once, for all columns, by `head`
+_HEAD_BUFFER_BYTES = 1 << 16  # read at once by `head`
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError)
 
 
@@ -108,37 +107,22 @@ class SegmentReader:
     def row_group(self, number: int) -> pa.Table:
         """Return the matching rows of a row group, given by its number in the dataset. Errors are those of `read`."""
         group = self._group(number)
-        is_filtered = self._condition is not None and group.num_rows < group.stored_rows
-        table = self._matching(self._read(group, is_filtered), group, is_filtered)
+        table = self._matching(group)
         if table.num_rows < group.num_rows:
             raise _changed(group, f"{table.num_rows} rows match the filter, and {group.num_rows} did")
         return table
 
     def count(self, number: int) -> int:
         """Return how many rows of a row group match the filter. Errors are those of `read`."""
-        group = self._group(number)
-        return pc.sum(self._mask(self._read(group, is_filtered=True), group)).as_py() or 0
+        return pc.sum(self._matches(self._group(number))).as_py() or 0
 
     def head(self, number: int, num_rows: int) -> pa.Table:
         """Return up to `num_rows` rows from the start of a row group, decoding no more. Errors are those of `read`."""
-        group, is_filtered = self._group(number), self._condition is not None
-
-        def read(plan: _Plan) -> pa.Table:
-            tables, first, paths = list[pa.Table](), 0, plan.paths(plan.stored)
-            with self._open(group, plan, _HEAD_BUFFER_BYTES) as (file, index, _):
-                batches = file.iter_batches(
-                    min(num_rows, _HEAD_BATCH_ROWS), row_groups=[index], columns=paths, use_threads=False
-                )
-                while sum(map(len, tables)) < num_rows and (batch := next(batches, None)) is not None:
-                    part = pa.Table.from_batches([batch])
-                    table = pa.table({column: place.take(part) for column, place in plan.stored.items()})
-                    tables.append(self._matching(self._completed(table, group, plan), group, is_filtered, first))
-                    first += len(batch)
-            return pa.concat_tables(tables, promote_options="permissive").slice(0, num_rows)
-
-        if not self._plan(group, is_filtered).stored:
-            return self.row_group(number).slice(0, num_rows)
-        return self._planned(group, is_filtered, read)
+        group, first = self._group(number), num_rows
+        if self._is_filtered(group):
+            matches = SegmentReader(self._dataset, [])._matches(group).to_numpy()
+            first = int(np.flatnonzero(matches)[:num_rows].max(initial=0)) + 1
+        return self._matching(group, first).slice(0, num_rows)
 
     def file_bytes(self, number: int) -> dict[str, int]:
         """Return by column the bytes of a row group in its file. Errors are those of `read`."""
@@ -166,15 +150,23 @@ class SegmentReader:
                 future.set_exception(error)
         return future.result()
 
-    def _mask(self, table: pa.Table, group: _Group, first_row: int = 0) -> pa.ChunkedArray:
+    def _is_filtered(self, group: _Group) -> bool:
+        return self._condition is not None and group.num_rows < group.stored_rows
+
+    def _matches(self, group: _Group) -> pa.ChunkedArray:
+        return self._mask(self._read(group, is_filtered=True), group)
+
+    def _mask(self, table: pa.Table, group: _Group) -> pa.ChunkedArray:
         assert self._condition is not None
         num_rows = table.num_rows if table.num_columns else group.stored_rows
-        return self._condition.mask(table, Origin(f"{group.file_digest}/{group.index}", first_row, num_rows))
+        return self._condition.mask(table, Origin(f"{group.file_digest}/{group.index}", num_rows))
 
-    def _matching(self, table: pa.Table, group: _Group, is_filtered: bool, first_row: int = 0) -> pa.Table:
+    def _matching(self, group: _Group, first: int = 0) -> pa.Table:
+        is_filtered = self._is_filtered(group)
+        table = self._read(group, is_filtered, first)
         chosen = table.select(self._columns)
         if is_filtered:
-            chosen = chosen.filter(self._mask(table, group, first_row))
+            chosen = chosen.filter(self._mask(table, group))
         return with_crosses(chosen, self._crosses).select(self._returned) if self._crosses else chosen
 
     def _group(self, number: int) -> _Group:
@@ -216,27 +208,29 @@ class SegmentReader:
         except _UNREADABLE as error:
             raise self._blame(group, plan, error) from error
 
-    def _read(self, group: _Group, is_filtered: bool) -> pa.Table:
+    def _read(self, group: _Group, is_filtered: bool, first: int = 0) -> pa.Table:
         plan, table = self._plan(group, is_filtered), pa.table({})
         if plan.stored:
-            table = self._planned(group, is_filtered, lambda plan: self._stored(group, plan, [*plan.stored]))
+            table = self._planned(group, is_filtered, lambda plan: self._stored(group, plan, [*plan.stored], first))
         return self._completed(table, group, plan)
 
-    def _stored(self, group: _Group, plan: _Plan, columns: list[str], blames: bool = False) -> pa.Table:
+    def _stored(self, group: _Group, plan: _Plan, columns: list[str], first: int = 0, blames: bool = False) -> pa.Table:
         decoded: dict[str, pa.ChunkedArray] = {}
-        with self._open(group, plan) as (file, index, digest):
+        with self._open(group, plan, _HEAD_BUFFER_BYTES if first else 0) as (file, index, digest):
             # Local columns one by one: Arrow's reader of several keeps the buffers of each until all are decoded, which
             # take one to two times the memory of the table. Remote columns all at once, in few requests.
             for names in [columns] if self._dataset.storage.root else [[column] for column in columns]:
-                part = file.read_row_group(index, columns=plan.paths(names), use_threads=False)
+                part = _rows(file, index, plan.paths(names), first)
                 for column in names:
                     if plan.stored[column].steps[0] not in part.column_names:
                         raise _changed(group, f"it has no column '{column}' any more")
                     decoded[column] = plan.stored[column].take(part)
             metadata = file.metadata
         table = pa.table(decoded)
-        self._check(table, metadata, index, plan)
-        if digest != group.file_digest and not blames:  # last, so that damage is reported rather than a change
+        if not first:  # the footer is about all rows
+            self._check(table, metadata, index, plan)
+        # Compared last, so that damage is reported rather than a change.
+        if digest != group.file_digest and not (first or blames):
             raise _changed(group, "its footer is another")
         return table.replace_schema_metadata()
 
@@ -281,7 +275,7 @@ class SegmentReader:
                 continue
             chunk = group.column(leaves[0])
             if is_list:
-                if (count := sum(map(_num_values, column.chunks))) != chunk.num_values:
+                if (count := sum(map(num_stored, column.chunks))) != chunk.num_values:
                     raise OSError(f"it holds {count} values, and the footer says {chunk.num_values}")
                 continue
             if chunk.physical_type != schema.column(leaves[0]).physical_type:  # see recsys.data.thrift
@@ -333,6 +327,17 @@ class SegmentReader:
         return pa.table(columns | constant)
 
 
+def _rows(file: pq.ParquetFile, index: int, paths: list[str], first: int) -> pa.Table:
+    if not first:
+        return file.read_row_group(index, columns=paths, use_threads=False)
+    # In one batch if Arrow can, because each batch has its own copy of the dictionary of texts.
+    batches = file.iter_batches(first, row_groups=[index], columns=paths, use_threads=False)
+    parts: list[pa.RecordBatch] = []
+    while sum(map(len, parts)) < first and (batch := next(batches, None)) is not None:
+        parts.append(batch)
+    return pa.Table.from_batches(parts)
+
+
 def _changed(group: _Group, how: str) -> BadDataError:
     return BadDataError(
         f"row group {group.index} of '{group.path}' is not what it was when the run began ({how}); start the run "
@@ -340,9 +345,3 @@ def _changed(group: _Group, how: str) -> BadDataError:
         group.path,
         group.index,
     )
-
-
-def _num_values(array: pa.Array) -> int:
-    """Return how many values Parquet stores for lists: their elements, and one for each list that is empty or null."""
-    offsets = numpy_view(array.offsets)
-    return int(offsets[-1] - offsets[0]) + int(np.count_nonzero(offsets[1:] == offsets[:-1]))

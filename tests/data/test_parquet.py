@@ -256,6 +256,15 @@ def test_read_head_stops_early(tmp_path):
     assert read_head(dataset, 10_000).column("user").to_pylist() == whole
 
 
+def test_read_head_holds_a_dictionary_once(tmp_path):
+    names = [f"name {i}" for i in range(20_000)]
+    write(tmp_path / "a.parquet", {"user": list(range(20_000)), "name": names})
+    head = read_head(open_columns(tmp_path, "user", "name", filter="user >= 15000"), 10)
+    assert head["user"].to_pylist() == list(range(15_000, 15_010))
+    dictionaries = [chunk.dictionary for chunk in head["name"].chunks]  # a copy for each batch that Arrow reads
+    assert len(dictionaries) == 1
+
+
 # Types that differ from file to file
 
 D = pa.dictionary(pa.int32(), pa.string())
