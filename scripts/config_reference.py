@@ -95,13 +95,15 @@ def _section(key: str, section: type, level: str = "##") -> str:
 
 
 def described(section: type) -> Iterator[tuple[Any, Any, str]]:
-    """Yield the keys of a section: field, type, and meaning.
+    """Yield the keys of a section, its own before those of its base classes: field, type, and meaning.
 
     The meaning is the comment next to the field, in this class or a base class, or else the first line of the docstring
     of its type.
     """
-    comments = {name: text for base in reversed(section.__mro__) for name, text in _comments(base).items() if text}
-    for field, kind in _fields(section):
+    by_class = [_comments(base) for base in section.__mro__]
+    comments = {name: text for texts in reversed(by_class) for name, text in texts.items() if text}
+    own_first = sorted(_fields(section), key=lambda key: [key[0].name in texts for texts in by_class].index(True))
+    for field, kind in own_first:
         named = next((part for part in _parts(kind) if dataclasses.is_dataclass(part) or issubclass(part, Enum)), None)
         meaning = comments.get(field.name) or (
             re.sub("^Section `.*?`: ", "", _text(named).partition("\n")[0]) if named else ""
