@@ -16,14 +16,13 @@ from recsys.config.choices import (
     Schedule,
     ShardingChoice,
 )
+from recsys.config.data import DataConfig, LabelConfig
 from recsys.config.idle import idle_settings
 from recsys.config.load import config_text, load_config
 from recsys.config.model import ModelConfig, Needs
 from recsys.config.schema import (
     Config,
-    DataConfig,
     FeatureConfig,
-    LabelConfig,
     OptimizerConfig,
     PrecisionConfig,
     TableConfig,
