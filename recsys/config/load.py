@@ -1,6 +1,7 @@
 """Loading of a config: YAML plus `key=value` into a checked `Config`; a mistake is a sentence with the full key."""
 
 import dataclasses
+import inspect
 import os
 import re
 import types
@@ -196,10 +197,14 @@ def _model_name(layers: Sequence[dict[str, Any]]) -> str:
 
 @cache
 def _fields(expected: Any, model: type | None) -> dict[str, Any]:
-    """Return name → type of the keys under a dataclass; the type of `model` is the one that its name selects."""
+    """Return name → type of the keys under a dataclass, its own before those of its base classes.
+
+    The type of `model` is the one that its name selects.
+    """
     expected = _required(expected)
     hints = typing.get_type_hints(expected) if dataclasses.is_dataclass(expected) else {}
-    keys = dataclasses.fields(expected) if hints else ()
+    own = inspect.get_annotations(expected) if hints else {}
+    keys = sorted(dataclasses.fields(expected), key=lambda field: field.name not in own) if hints else []
     fields = {field.name: hints[field.name] for field in keys if not field.metadata.get("omegaconf_ignore")}
     return fields | {"model": model or dict} if expected is Config else fields
 

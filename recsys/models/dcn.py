@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from torch import nn
 from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
 
-from recsys.config import ModelConfig
 from recsys.config.bounds import bounded
 from recsys.config.choices import CrossStructure
+from recsys.models.attention import AttendedLists, AttentionConfig
 from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, mlp
 from recsys.models.dropout import RowDropout
 from recsys.models.halves import in_parts
 
 
 @dataclass
-class DCNConfig(ModelConfig):
+class DCNConfig(AttentionConfig):
     """DCN V2 (Wang et al. 2021, arXiv:2008.13535), over all features."""
 
     name: str = "dcn"
@@ -31,7 +31,7 @@ class DCNConfig(ModelConfig):
     embedding_dropout: float = bounded(0.0, 0, below=1)  # dropout of elements of the vectors
 
     free: ClassVar = ("dropout", "embedding_dropout")
-    shapes: ClassVar = ("num_cross_layers", "rank", "bottom_mlp", "mlp")
+    shapes: ClassVar = (*AttentionConfig.shapes, "num_cross_layers", "rank", "bottom_mlp", "mlp")
     mlps: ClassVar = {"bottom_mlp": "bottom", "mlp": "mlp"}
 
 
@@ -63,6 +63,7 @@ class DCN(Model):
     def __init__(self, config: DCNConfig, inputs: DenseInputs) -> None:
         super().__init__(inputs)
         self.features = list(inputs.dims)
+        self.attention = AttendedLists(config, inputs)
         floats = len(inputs.floats)
         layers = config.dropout, config.layer_norm
         self.bottom = mlp(floats, config.bottom_mlp, None, *layers) if floats and config.bottom_mlp else None
@@ -80,6 +81,7 @@ class DCN(Model):
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits, [rows] for one label, or [rows, labels]."""
+        vectors = self.attention(vectors)
         ids = [vectors[name] for name in self.features]
         if self.embedding_dropout.p:
             ids = [self.embedding_dropout(torch.cat(ids, dim=1))]

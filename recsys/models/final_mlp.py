@@ -6,18 +6,19 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from recsys.config import Config, ModelConfig
+from recsys.config import Config
 from recsys.config.bounds import bounded
 from recsys.config.features import id_features
 from recsys.config.names import one_of
 from recsys.errors import UserError
+from recsys.models.attention import AttendedLists, AttentionConfig
 from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, mlp
 from recsys.models.dropout import RowDropout
 from recsys.models.halves import in_parts
 
 
 @dataclass
-class FinalMLPConfig(ModelConfig):
+class FinalMLPConfig(AttentionConfig):
     """FinalMLP (Mao et al. 2023, arXiv:2304.00902), over all features.
 
     The features of `gate_1` and `gate_2` decide how much the others count in a stream, and only gates read them. Give
@@ -36,10 +37,11 @@ class FinalMLPConfig(ModelConfig):
     embedding_dropout: float = bounded(0.0, 0, below=1)  # dropout of elements of the vectors
 
     free: ClassVar = ("dropout", "embedding_dropout")
-    shapes: ClassVar = ("mlp_1", "mlp_2", "num_heads", "gate_1", "gate_2", "gate_mlp")
+    shapes: ClassVar = (*AttentionConfig.shapes, "mlp_1", "mlp_2", "num_heads", "gate_1", "gate_2", "gate_mlp")
     mlps: ClassVar = {"mlp_1": "streams.0", "mlp_2": "streams.1"}
 
     def check(self, config: Config) -> None:
+        super().check(config)
         ids = id_features(config)
         for key in ("gate_1", "gate_2"):
             for name in getattr(self, key):
@@ -68,6 +70,7 @@ class FinalMLP(Model):
         self.gate_features = (list(config.gate_1), list(config.gate_2))
         self.features = [name for name in inputs.dims if name not in {*config.gate_1, *config.gate_2}]
         width = sum(inputs.dims[name] for name in self.features) + len(inputs.floats)
+        self.attention = AttendedLists(config, inputs)
         self.embedding_dropout = RowDropout(config.embedding_dropout)
         self.gates = nn.ModuleList(
             mlp(sum(inputs.dims[name] for name in names) or 1, config.gate_mlp, width, 0.0)
@@ -83,6 +86,7 @@ class FinalMLP(Model):
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits, [rows] for one label, or [rows, labels]."""
+        vectors = self.attention(vectors)
         ids = self.embedding_dropout(torch.cat([vectors[name] for name in self.features], dim=1))
         inputs = torch.cat([ids, floats], dim=1)
         outputs = []

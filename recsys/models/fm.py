@@ -6,16 +6,17 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from recsys.config import Config, ModelConfig
+from recsys.config import Config
 from recsys.config.bounds import bounded
 from recsys.errors import UserError
+from recsys.models.attention import AttendedLists, AttentionConfig
 from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, check_equal_widths, mlp
 from recsys.models.dropout import RowDropout
 from recsys.models.halves import in_parts
 
 
 @dataclass
-class FMConfig(ModelConfig):
+class FMConfig(AttentionConfig):
     """Factorisation machine (Rendle 2010, doi:10.1109/ICDM.2010.127). A vector ends with the weight of its id."""
 
     name: str = "fm"
@@ -24,9 +25,10 @@ class FMConfig(ModelConfig):
     free: ClassVar[tuple[str, ...]] = ("embedding_dropout",)
 
     def has_mlps(self) -> bool:
-        return False
+        return bool(self.attention)
 
     def check(self, config: Config) -> None:
+        super().check(config)
         check_equal_widths(config, f"model {self.name} multiplies vectors element by element; make them equal")
         if len(config.labels()) > 1:
             raise UserError(
@@ -46,6 +48,7 @@ class FM(Model):
     def __init__(self, config: FMConfig, inputs: DenseInputs) -> None:
         super().__init__(inputs)
         self.features = list(inputs.dims)
+        self.attention = AttendedLists(config, inputs)
         dim = max(inputs.dims.values())
         self.embedding_dropout = RowDropout(config.embedding_dropout)
         self.numbers = nn.Parameter(torch.empty(len(inputs.floats), dim).normal_(std=0.01))
@@ -60,6 +63,7 @@ class FM(Model):
 
     def _stacked(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return the vectors of all features, [rows, features, dim]."""
+        vectors = self.attention(vectors)
         side_by_side = self.embedding_dropout(torch.cat([vectors[name] for name in self.features], dim=1))
         ids = side_by_side.view(len(floats), len(self.features), -1)
         return torch.cat([ids, in_parts(self._of_numbers, self.num_parts, floats)], dim=1)
@@ -86,7 +90,7 @@ class DeepFMConfig(FMConfig):
     dropout: float = bounded(0.0, 0, below=1)  # dropout after each hidden layer
 
     free: ClassVar[tuple[str, ...]] = ("embedding_dropout", "dropout")
-    shapes: ClassVar = ("mlp",)
+    shapes: ClassVar = (*FMConfig.shapes, "mlp")
     mlps: ClassVar = {"mlp": "mlp"}
 
     def has_mlps(self) -> bool:

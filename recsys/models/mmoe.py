@@ -6,14 +6,15 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from recsys.config import Config, ModelConfig
+from recsys.config import Config
 from recsys.config.bounds import bounded
+from recsys.models.attention import AttendedLists, AttentionConfig
 from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, check_equal_widths, mlp
 from recsys.models.columns import PairwiseDots
 
 
 @dataclass
-class TaskConfig(ModelConfig):
+class TaskConfig(AttentionConfig):
     """Keys of all models with a tower for each task; a task is a label."""
 
     tower_mlp: list[int] = bounded([32], 1, WIDEST)  # hidden widths of the tower of a task; the output has width 1
@@ -23,9 +24,10 @@ class TaskConfig(ModelConfig):
     dots: bool = False
 
     free: ClassVar[tuple[str, ...]] = ("dropout",)
-    shapes: ClassVar[tuple[str, ...]] = ("tower_mlp", "dots")
+    shapes: ClassVar[tuple[str, ...]] = (*AttentionConfig.shapes, "tower_mlp", "dots")
 
     def check(self, config: Config) -> None:
+        super().check(config)
         if self.dots:
             check_equal_widths(config, "config key 'model.dots': vectors are multiplied, so make their widths equal")
 
@@ -41,6 +43,7 @@ class TaskModel(Model):
         super().__init__(inputs)
         self.features, number = list(inputs.dims), len(inputs.dims)
         self.width = sum(inputs.dims.values()) + len(inputs.floats) + config.dots * (number * (number - 1) // 2)
+        self.attention = AttendedLists(config, inputs)
         self._config, self._dots = config, PairwiseDots()
 
     def make_towers(self, width: int) -> nn.ModuleList:
@@ -49,6 +52,7 @@ class TaskModel(Model):
 
     def read(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return all features side by side, [rows, self.width]."""
+        vectors = self.attention(vectors)
         of_ids = [vectors[name] for name in self.features]
         if self._config.dots:
             of_ids.append(self._dots(of_ids))

@@ -92,13 +92,6 @@ def test_a_config_that_nests_too_deep(tmp_path: Path) -> None:
         load_config(ROOT / "configs" / "dlrm_sample.yaml", [f"model.top_mlp={deep}"])
 
 
-def test_attention_over_tables_of_one_width() -> None:
-    overrides = ["model.attention={history: item_id, hour: device}", "tables.item.embedding_dim=16"]
-    with pytest.raises(UserError, match=r"the same embedding_dim, found tables\.hour with 8, tables\.item with 16"):
-        load_config(ROOT / "configs" / "dlrm_sample.yaml", overrides)
-    assert load_config(ROOT / "configs" / "dlrm_sample.yaml", overrides[:1]).unpooled_tables() == {"item", "hour"}
-
-
 RANGES = """\
 data: {train: x, label_column: y}
 features:

@@ -218,14 +218,15 @@ class Drawn:
         """Return the section of a model that fits the features and the number of labels."""
         others = [name for name in _OTHERS if num_labels == 1 or name not in _OF_ONE_LABEL]
         name = str(self.dice.choice(["dlrm", "dlrm", *others]))
-        if name != "dlrm":
-            normed = {"layer_norm": True} if name in ("deepfm", "dcn", "final_mlp") and self._chance(0.5) else {}
-            return {"name": name, **normed}
-        model: dict[str, Any] = {"name": name, "interaction": str(self.dice.choice(["dot", "dot_and_embeddings"]))}
+        model: dict[str, Any] = {"name": name}
+        if name == "dlrm":
+            model["interaction"] = str(self.dice.choice(["dot", "dot_and_embeddings"]))
+        elif name in ("deepfm", "dcn", "final_mlp") and self._chance(0.5):
+            model["layer_norm"] = True
         ids = [name for name in self.features if self.features[name].get("type") != "float"]
         lists = [name for name in ids if "column" in self.features[name] and self._is_list(name)]
         queries = [name for name in ids if name not in lists]
-        if not (lists and queries):
+        if name == "logistic_regression" or not (lists and queries):
             return model
         self.tables.pop(f"{lists[0]}_rest", None)  # an expert of the table that is replaced
         self.tables[lists[0]] = {**self._table(["hash"]), "num_hashes": 1}
