@@ -320,8 +320,8 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
     examples, as_written = str(__doc__).partition("\n\n")[2], argparse.RawDescriptionHelpFormatter
     parser = _parser_of(command, prog, epilog=examples, formatter_class=as_written)
     if command == "evaluate":
-        options = "[--by COLUMN [--cold N]] [--group COLUMN] [--bootstrap N] [--importance [REPEATS]] [--trust-code]"
-        parser.usage = f"{prog} RUN [DATA …] [key=value …] {options}"
+        options = "[--by COLUMN [--cold N[,N…]]] [--group COLUMN] [--bootstrap N] [--importance [REPEATS]]"
+        parser.usage = f"{prog} RUN [DATA …] [key=value …] {options} [--trust-code]"
         parser.add_argument("config", metavar="RUN", help="run directory, or one of its checkpoints")
         add_changes(parser, "changes to the config; other words are DATA to use instead of data.valid and data.test")
     else:

@@ -140,8 +140,8 @@ def test_torchrun_takes_the_module_too(tmp_path: Path) -> None:
     assert done.returncode == 0 and '"auc"' in done.stdout.splitlines()[-1], done.stderr
 
 
-def test_help_says_which_ids_are_cold(capsys: pytest.CaptureFixture[str]) -> None:
-    """As `evaluate` counts them: an id of N rows is warm."""
+def test_help_says_on_which_side_of_a_bound_an_id_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `evaluate` counts them: N occurrences are N or more."""
     with pytest.raises(SystemExit):
         main(["evaluate", "--help"])
-    assert "has in N rows or more (warm), and in fewer (cold)" in " ".join(capsys.readouterr().out.split())
+    assert "in data.train: fewer than N times, and N times or more" in " ".join(capsys.readouterr().out.split())

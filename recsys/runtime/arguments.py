@@ -28,6 +28,10 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def bounds(text: str) -> tuple[int, ...]:
+    return tuple(sorted(set(map(positive, text.split(",")))))
+
+
 def names(text: str) -> list[str]:
     """Return the names in a text, separated by commas; a name with a comma must be in double quotes."""
     pairs = re.findall(r'"((?:[^"]|"")*)"(?=,|$)|([^,]+)', text)
@@ -54,8 +58,8 @@ def price(text: str) -> float:
 def add_evaluation(parser: argparse.ArgumentParser) -> None:
     """Add the options of an evaluation that computes more than metrics over all rows, and `--trust-code`."""
     parser.add_argument("--by", metavar="COLUMN", help="evaluation: also metrics for each value of a column")
-    about = "with --by: slices of values that data.train has in N rows or more (warm), and in fewer (cold)"
-    parser.add_argument("--cold", metavar="N", type=positive, default=0, help=about)
+    about = "with --by: slices by how often a value occurs in data.train: fewer than N times, and N times or more"
+    parser.add_argument("--cold", metavar="N[,N…]", type=bounds, default=(), help=about)
     about = "evaluation: mean AUC over the values of a column, such as users, weighted by their rows (gauc)"
     parser.add_argument("--group", metavar="COLUMN", help=about)
     about = "evaluation: 95 %% intervals of the metrics, from N draws of rows, or of values of the --group column"

@@ -1,9 +1,8 @@
 """Evaluation of a finished run on other data, which leaves the run unchanged."""
 
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import torch
 
 from recsys.config import Config
 from recsys.config.features import with_experts
-from recsys.data.facts import VocabularyRequest, measure
-from recsys.data.inputs import Given, Inputs
+from recsys.data.dataset import Dataset
+from recsys.data.inputs import Given
 from recsys.data.loader import Loader
-from recsys.data.parquet import open_dataset
 from recsys.data.permutation import Permutation
 from recsys.data.wanted import role_features, row_filter
 from recsys.errors import UserError
@@ -32,12 +30,12 @@ from recsys.runtime.watchdog import open_run_world
 from recsys.runtime.world import World
 from recsys.serving.finished import Finished, OpenRun
 from recsys.serving.predict import NUMBER, KeptRows
+from recsys.serving.slices import Slices, in_order, slices_by
 from recsys.training.evaluation import metrics_of, outputs_of
 
 _EVALUATED = ("valid", "test")
 _MOST_SLICES = 1000
 _ByName = dict[str, dict[str, float]]
-_Slices = Callable[[pa.Array], list[str]]
 
 
 def roles_of(run: Finished) -> list[str]:
@@ -58,15 +56,15 @@ class Extras:
     """Results to compute besides the metrics of all rows.
 
     Attributes:
-        by: a column; metrics are also computed for the rows of each of its values.
-        cold: if above 0, slice by whether a value occurs less often than this in data.train, not by values.
+        by: a column; metrics are also computed for the rows, or the targets, of each of its values.
+        cold: ascending; slice by how often a value occurs in data.train, by these bounds, not by values.
         group: a column, such as that of users; labels get grouped AUC by it too.
         bootstrap: draws of rows, or groups, for intervals of the metrics.
         importance: permutations of the values of each feature, to measure what the metrics lose.
     """
 
     by: str | None = None
-    cold: int = 0
+    cold: tuple[int, ...] = ()
     group: str | None = None
     bootstrap: int = 0
     importance: int = 0
@@ -98,7 +96,8 @@ def evaluate(run: Finished, roles: Sequence[str], extras: Extras = Extras()) -> 
         folder = world.from_rank_zero(lambda: _new_folder(Path(config.run.dir or run.run_dir) / "evaluations"))
         start_logging(folder / "logs", world.rank)
         opened.introduce()
-        slices = _slices(opened, extras)
+        slices = None if extras.by is None else slices_by(opened, extras.by, extras.cold)
+        datasets = {**opened.inputs.datasets, **({"train": slices.train} if slices and slices.train else {})}
         results = {role: _evaluated(opened, role, extras, slices) for role in roles}
         metrics = {role: of_role.metrics for role, of_role in results.items()}
         result = {
@@ -108,7 +107,7 @@ def evaluate(run: Finished, roles: Sequence[str], extras: Extras = Extras()) -> 
             "intervals": {role: of_role.intervals for role, of_role in results.items()} if extras.bootstrap else {},
             "by": {} if extras.by is None else {extras.by: {role: of_role.slices for role, of_role in results.items()}},
             "importance": {role: of_role.importance for role, of_role in results.items()} if extras.importance else {},
-            "data": {role: _described(opened.inputs, role) for role in opened.inputs.datasets},
+            "data": {role: _described(config, role, dataset) for role, dataset in datasets.items()},
             "world_size": world.world_size,
             "device": world.device.type,
             "seconds": round(time.monotonic() - start, 2),
@@ -139,66 +138,28 @@ class _Results:
     importance: _ByName
 
 
-def _evaluated(opened: OpenRun, role: str, extras: Extras, slices: _Slices) -> _Results:
+def _evaluated(opened: OpenRun, role: str, extras: Extras, slices: Slices | None) -> _Results:
     """Return the results of a dataset; collective."""
     result = _metrics(opened, opened.inputs.loader(role), extras, slices)
     logger.info("%s: %s", role, show_metrics(result.metrics))
     for name, (low, high) in result.intervals.items():
         logger.info("%s, %s: 95 %% between %.4f and %.4f", role, name, low, high)
     for value, of_value in result.slices.items():
-        logger.info("%s, %s %s: %s", role, extras.by, value, show_metrics(of_value))
+        sizes = [f", {of_value[name]:,.0f} {name}" for name in ("rows", "users") if name in of_value]
+        logger.info("%s, %s %s%s: %s", role, extras.by, value, "".join(sizes), show_metrics(of_value))
     if extras.importance:
         result.importance = importance(opened, role, result.metrics, extras.importance)
     return result
 
 
-def _slices(opened: OpenRun, extras: Extras) -> _Slices:
-    """Return a function from values of column `extras.by` to the names of their slices; collective."""
-    if not extras.cold:
-        return lambda values: list(map(_name, values))
-    config, column = opened.run.config, extras.by or ""
-    options, columns, filter = config.data, {column: "--cold"}, row_filter(config, "train")
-    train = opened.world.from_rank_zero(
-        lambda: open_dataset("data.train", config.data.train, columns, config.data.max_rows, filter, options)
-    )
-    _check_cold(column, train.schema.field(column).type)
-    request = VocabularyRequest((column,), extras.cold, sys.maxsize)
-    warm = hash_column(measure(train, {column: request}, [], opened.world).vocabularies[column])
-
-    def slices_of(values: pa.Array) -> list[str]:
-        _check_cold(column, values.type)
-        has_id = values.is_valid().to_numpy(zero_copy_only=False)
-        texts = np.full(len(values), "null", object)
-        texts[has_id] = np.where(np.isin(hash_column(values.drop_null()), warm), "warm", "cold")
-        return list(texts)
-
-    return slices_of
-
-
-def _check_cold(column: str, dtype: pa.DataType) -> None:
-    if pa.types.is_nested(dtype):
-        raise UserError(f"--cold: column '{column}' is {dtype}; it needs a column with one id a row")
-
-
-def _name(value: pa.Scalar) -> str:
-    """Return the name of the slice of a value; a text that reads as null has quotes."""
-    if not value.is_valid:
-        return "null"
-    try:
-        found = value.as_py()
-        name = str(found + 0.0 if isinstance(found, float) else found)  # -0.0 and 0.0 are one value
-        return repr(name) if name == "null" else name
-    except ValueError:  # a time with nanoseconds, which Python does not have
-        return value.cast(pa.string()).as_py()
-
-
 @torch.no_grad()
-def _metrics(opened: OpenRun, loader: Loader, extras: Extras = Extras(), slices_of: _Slices | None = None) -> _Results:
+def _metrics(opened: OpenRun, loader: Loader, extras: Extras = Extras(), slices: Slices | None = None) -> _Results:
     """Return the metrics of a loader's rows, their intervals, and those by slice; collective."""
     inputs = opened.inputs
     make = partial(opened.model.module.dense.model.evaluator, None if inputs.corpus is None else opened.items)
     in_units = bool(extras.group or extras.bootstrap)
-    kept, total, by_slice = KeptRows(loader, list(extras.columns()), numbered=in_units), make(), dict[str, Evaluator]()
+    columns = dict.fromkeys(column for column in (slices and slices.column, extras.group) if column)
+    kept, total, by_slice = KeptRows(loader, list(columns), numbered=in_units), make(), dict[str, Evaluator]()
     if in_units and not isinstance(total, (LabelEvaluator, RetrievalEvaluator)):
         raise UserError(f"--{'group' if extras.group else 'bootstrap'}: the model has its own metrics; leave it out")
     if extras.group and not extras.bootstrap and isinstance(total, RetrievalEvaluator):
@@ -207,25 +168,21 @@ def _metrics(opened: OpenRun, loader: Loader, extras: Extras = Extras(), slices_
         batch, rows = output.batch, kept.take(output.batch.num_rows)
         of_units = (_units(rows, extras.group, len(batch.weights)),) if in_units else ()
         total.update(output.outputs, batch, *of_units)
-        texts = slices_of(rows[extras.by].combine_chunks()) if extras.by and slices_of else []
-        for value in set(texts):
-            if value not in by_slice:
+        for name, part in slices.split(batch, rows) if slices else ():
+            if name not in by_slice:
                 if len(by_slice) == _MOST_SLICES:
                     raise UserError(
                         f"--by: column '{extras.by}' has more than {_MOST_SLICES} values; use a coarser one, or --cold"
                     )
-                by_slice[value] = make()
-            of_value = np.zeros(len(batch.weights), np.float32)
-            of_value[: len(texts)] = np.array(texts, object) == value
-            weights = batch.weights * torch.from_numpy(of_value).to(batch.weights.device)
-            by_slice[value].update(output.outputs, replace(batch, weights=weights), *of_units)
-    values = sorted({value for own in inputs.world.gather(list(by_slice)) for value in own})
-    slices = {value: _computed(by_slice.get(value, make()), inputs.world, extras) for value in values}
+                by_slice[name] = make()
+            by_slice[name].update(output.outputs, part, *of_units)
+    names = in_order({name for own in inputs.world.gather(list(by_slice)) for name in own})
+    by_name = {name: _computed(by_slice.get(name, make()), inputs.world, extras) for name in names}
     intervals = {}
     if extras.bootstrap:
         bootstrap = Bootstrap(extras.bootstrap, inputs.config.seed)
         intervals = total.intervals(inputs.world, bootstrap, extras.group is not None)
-    return _Results(_computed(total, inputs.world, extras), intervals, slices, {})
+    return _Results(_computed(total, inputs.world, extras), intervals, by_name, {})
 
 
 def _computed(evaluator: Evaluator, world: World, extras: Extras) -> dict[str, float]:
@@ -291,7 +248,6 @@ def _new_folder(parent: Path) -> Path:
         raise cannot_write("run.dir", parent, error) from error
 
 
-def _described(inputs: Inputs, role: str) -> dict[str, Any]:
-    dataset = inputs.datasets[role]
-    paths = getattr(inputs.config.data, role)
+def _described(config: Config, role: str, dataset: Dataset) -> dict[str, Any]:
+    paths = getattr(config.data, role)
     return {"paths": paths, "rows": dataset.num_rows, "files": dataset.num_files, "filter": dataset.filter}

@@ -59,6 +59,12 @@ class Finished:
         data = replace(self.config.data, num_streams=world_size)
         return replace(self, config=replace(self.config, data=data))
 
+    def as_trained(self) -> Config:
+        """Return the config with the rows of data.train that the run was trained on, whatever the user has changed."""
+        saved = load_config(self.checkpoint / "config.yaml", _NO_TRAINING, trust_code=True)  # its code runs already
+        own = {name: getattr(saved.data, name) for name in ("filter", "max_rows", "keep_negatives")}
+        return replace(self.config, data=replace(self.config.data, **own))
+
     def absolute(self) -> "Finished":
         """Return the run with absolute paths of what may be read later: the checkpoint, and files of items."""
         data = self.config.data

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,7 @@ import pytest
 import torch
 from launch import ROOT, evaluate, run_recsys
 
-from recsys.config import Device, load_config
 from recsys.errors import UserError
-from recsys.runtime.world import open_world
-from recsys.serving.evaluate import Extras, _slices
 from recsys.serving.finished import find_run
 
 
@@ -96,7 +92,9 @@ def test_groups_intervals_and_cold_ids_on_any_ranks(run: tuple[Path, dict[str, A
     ids, counts = np.unique(train, return_counts=True)
     num_warm = int(np.isin(test, ids[counts >= 25]).sum())
     slices = alone["by"]["item_id"]["test"]
-    assert {name: each["rows"] for name, each in slices.items()} == {"cold": len(test) - num_warm, "warm": num_warm}
+    counted = {name: each["rows"] for name, each in slices.items()}
+    assert counted == {"count 0-24": len(test) - num_warm, "count 25+": num_warm}
+    assert alone["data"]["train"]["rows"] == len(train)
     rows = result_of(run[0], tmp_path / "3", "--bootstrap", "40")["intervals"]["test"]
     assert "gauc" not in rows and rows["auc"] != alone["intervals"]["test"]["auc"]
 
@@ -158,30 +156,3 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=f"^RUN: '{path}' {said}; name a run directory"):
             find_run(str(path), [])
-
-
-def test_slices_of_times_with_nanoseconds() -> None:
-    names = _slices(None, Extras(by="t"))  # type: ignore[arg-type]
-    day = 86_400 * 10**9
-    assert names(pa.array([day, day + 1, None], pa.timestamp("ns"))) == [
-        *("1970-01-02 00:00:00", "1970-01-02 00:00:00.000000001", "null")
-    ]
-    assert names(pa.array([1, 1500], pa.time64("ns"))) == ["00:00:00.000000001", "00:00:00.000001500"]
-
-
-def test_a_text_that_reads_as_null_is_a_slice_of_its_own() -> None:
-    names = _slices(None, Extras(by="device"))  # type: ignore[arg-type]
-    assert names(pa.array(["null", None, "ios", "None"])) == ["'null'", "null", "ios", "None"]
-    assert names(pa.array([-0.0, 0.0, -0.5])) == ["0.0", "0.0", "-0.5"]
-
-
-def test_cold_ids_of_a_struct_are_refused(tmp_path: Path) -> None:
-    """Before data.train is counted, which would end with a traceback of Arrow's."""
-    pq.write_table(pa.table({"device": [{"os": "ios"}, None]}), tmp_path / "a.parquet")
-    config = load_config(ROOT / "configs" / "dlrm_sample.yaml", [f"data.train={tmp_path}/a.parquet"])
-    with (
-        open_world(Device.cpu) as world,
-        pytest.raises(UserError, match=r"'device' is struct<os: string>; it needs a column"),
-    ):
-        opened: Any = SimpleNamespace(run=SimpleNamespace(config=config), world=world)
-        _slices(opened, Extras(by="device", cold=2))
