@@ -16,7 +16,7 @@ from recsys.data.arrays import cast, num_stored
 from recsys.data.conditions import Origin
 from recsys.data.crosses import with_crosses
 from recsys.data.dataset import Dataset
-from recsys.data.fields import Place
+from recsys.data.fields import InFile, Place
 from recsys.data.filters import parse_filter
 from recsys.data.footers import opened, plain_type
 from recsys.data.group_footers import GroupFooters
@@ -124,13 +124,13 @@ class SegmentReader:
             first = int(np.flatnonzero(matches)[:num_rows].max(initial=0)) + 1
         return self._matching(group, first).slice(0, num_rows)
 
-    def file_bytes(self, number: int) -> dict[str, int]:
-        """Return by column the bytes of a row group in its file. Errors are those of `read`."""
+    def in_file(self, number: int) -> dict[str, InFile]:
+        """Return by column what it is in the file of a row group. Errors are those of `read`."""
         group = self._group(number)
 
-        def read(plan: _Plan) -> dict[str, int]:
+        def read(plan: _Plan) -> dict[str, InFile]:
             with self._open(group, plan) as (file, index, _):
-                return {name: place.file_bytes(file.metadata.row_group(index)) for name, place in plan.stored.items()}
+                return {name: place.in_file(file.metadata.row_group(index)) for name, place in plan.stored.items()}
 
         return self._planned(group, False, read)
 

@@ -7,10 +7,27 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+
+class InFile(NamedTuple):
+    """A column in a row group of a file.
+
+    Attributes:
+        stored, raw: bytes of its pages as they are in the file, and decompressed.
+        dictionary: bytes of its dictionary, decompressed, if that is compressed as well as the rest.
+        values: number of values. is_compressed: whether `stored` is compressed.
+    """
+
+    stored: int
+    raw: int
+    dictionary: int
+    values: int
+    is_compressed: bool
 
 
 @dataclass(frozen=True)
@@ -52,9 +69,24 @@ class Place:
             _check_entries(chunk)
         return column
 
-    def file_bytes(self, row_group: pq.RowGroupMetaData) -> int:
-        """Return the bytes of its Parquet columns in a row group."""
-        return sum(row_group.column(leaf).total_compressed_size for leaf in self.leaves)
+    def in_file(self, row_group: pq.RowGroupMetaData) -> "InFile":
+        """Return what its Parquet columns are in a row group."""
+        chunks = [row_group.column(leaf) for leaf in self.leaves]
+        # The dictionary comes first, and footers do not say how large it is when decompressed.
+        dictionaries = [
+            (chunk.data_page_offset - chunk.dictionary_page_offset)
+            * chunk.total_uncompressed_size
+            // max(1, chunk.total_compressed_size)
+            for chunk in chunks
+            if chunk.has_dictionary_page
+        ]
+        return InFile(
+            stored=sum(chunk.total_compressed_size for chunk in chunks),
+            raw=sum(chunk.total_uncompressed_size for chunk in chunks),
+            dictionary=sum(dictionaries),
+            values=sum(chunk.num_values for chunk in chunks),
+            is_compressed=any(chunk.compression != "UNCOMPRESSED" for chunk in chunks),
+        )
 
     def parts(self) -> list[list[str]]:
         """Return each path split into its names: those of the steps, which may have dots themselves, and the writer's

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
+from recsys.data.fields import InFile
 from recsys.data.inputs import Inputs
 from recsys.data.order import RowGroups
 from recsys.data.parquet import read_head
@@ -21,13 +22,15 @@ from recsys.runtime.environment import HEAP_BLOCK_BYTES
 
 SAMPLE_ROWS, _EVAL_ROWS = 20_000, 2_000
 _LARGE_BATCH = 2.5  # standard deviations above the mean: ids in the largest of some hundred batches
-_DICTIONARY_PAGE_BYTES = 1 << 20  # size at which writers give a dictionary up
 _COUNTED_IDS = 1 << 18  # ids of a column whose distinct ones are counted, which takes about 80 bytes an id
 _OFFSET_BYTES = 4  # of a text in Arrow
 _LEVEL_BYTES = 2  # of Parquet's level of a value, whether it is null; a value in a list has one more, for the list
+_LEVEL_BITS = 3  # of the same in a file, at most
 # Arrow's hash table of a dictionary's texts: bytes of a slot, slots at first, and the factor by which their number
 # grows once half of them are taken.
 _SLOT_BYTES, _FIRST_SLOTS, _MORE_SLOTS = 16, 32, 4
+_FEW = 0.01  # of a column's values: so many plain ones are what the headers of pages take
+_TEXT_PLACE_BYTES = 16  # of a text in the dictionary of Parquet's decoder: where it is, and its length
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class _Column:
 
     Attributes:
         read_bytes: what is held of these rows while they are decoded, besides Arrow's result: their bytes in the file,
-            and Parquet's levels.
+            and Parquet's levels. page_bytes: the same of the file's dictionary, however many rows are decoded.
+        plain: texts of these rows that are stored plain.
     """
 
     dictionary_bytes: int
@@ -80,22 +84,35 @@ class _Column:
     entries: int
     distinct: _Distinct | None
     read_bytes: float
+    page_bytes: int
+    plain: float
 
     @classmethod
-    def of(cls, column: pa.ChunkedArray, distinct_of: Callable[[], _Distinct], file_bytes: float) -> "_Column":
+    def of(
+        cls, column: pa.ChunkedArray, distinct_of: Callable[[], _Distinct], in_file: InFile, share: float
+    ) -> "_Column":
+        """Return the column of the first rows, which are a `share` of its row group."""
         arrays = [chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in column.chunks]
         dictionaries = [array.dictionary for array in arrays if pa.types.is_dictionary(array.type)]
         sizes = [dictionary.nbytes for dictionary in dictionaries]  # a chunk's may extend the one before
-        largest, entries = max(sizes, default=0), list(map(len, dictionaries)) or [0]
-        grows = largest >= _DICTIONARY_PAGE_BYTES or max(entries) > entries[0]
+        largest, entries = max(sizes, default=0), max(map(len, dictionaries), default=0)
         in_lists = _num_elements(column) if pa.types.is_list(column.type) else 0
         levels = _LEVEL_BYTES * max(len(column), 2 * in_lists)
-        distinct = distinct_of() if grows else None
-        return cls(largest, max(0, column.nbytes - sum(sizes)), max(entries), distinct, file_bytes + levels)
+        # The reader has decompressed the file's dictionary, and its decoder has a copy with the place of each text.
+        page = largest or in_file.dictionary
+        pages = (1 + in_file.is_compressed) * page + _TEXT_PLACE_BYTES * entries if in_file.dictionary else 0
+        # What takes more room than the numbers of entries is plain.
+        of_numbers = in_file.values * (entries.bit_length() + _LEVEL_BITS) / 8
+        plain = max(0.0, in_file.raw - page - of_numbers) * entries / max(1, largest)
+        distinct = distinct_of() if plain > _FEW * in_file.values else None
+        other, read = max(0, column.nbytes - sum(sizes)), share * in_file.stored + levels
+        return cls(largest, other, entries, distinct, read, pages, share * plain)
 
     def entries_among(self, times: float) -> float:
         """Return the number of entries in the dictionary of `times` as many rows."""
-        return self.entries if self.distinct is None else max(self.entries, self.distinct.among(times))
+        if self.distinct is None:
+            return self.entries
+        return max(self.entries, min(self.distinct.among(times), self.entries + self.plain * times))
 
     def bytes_among(self, times: float) -> float:
         """Return the bytes that Arrow needs for `times` as many rows."""
@@ -107,7 +124,7 @@ class _Column:
         slots = _FIRST_SLOTS
         while self.dictionary_bytes and 2 * self.entries_among(times) >= slots:
             slots *= _MORE_SLOTS
-        return self.read_bytes * times + self.bytes_among(times) + _SLOT_BYTES * slots
+        return self.read_bytes * times + self.page_bytes + self.bytes_among(times) + _SLOT_BYTES * slots
 
 
 class Sample:
@@ -134,10 +151,13 @@ class Sample:
         self.group_rows = max(1.0, dataset.row_groups.total_rows / self._num_groups)
         self._heaviest, self._spread = _by_row_group(dataset)
         self._times = {name: longer if name in lists else 1.0 for name in table.column_names}
-        in_file = SegmentReader(dataset).file_bytes(dataset.head.number)
+        in_file = SegmentReader(dataset).in_file(dataset.head.number)
         of_head = self.rows / max(1.0, stored_rows(dataset)[dataset.head.number])  # for rows of average length
+        absent = InFile(0, 0, 0, 0, False)
         self._columns = {
-            name: _Column.of(column, partial(self._distinct, name), in_file.get(name, 0) * of_head / self._times[name])
+            name: _Column.of(
+                column, partial(self._distinct, name), in_file.get(name, absent), of_head / self._times[name]
+            )
             for name, column in zip(table.column_names, table.columns, strict=True)
         }
         self._lengths = {

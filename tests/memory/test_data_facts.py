@@ -281,10 +281,14 @@ def test_texts_beyond_the_dictionary_of_the_file_are_expected(alpha: float, tmp_
     assert sample.table_bytes(decoded.num_rows) == pytest.approx(decoded.nbytes, rel=0.25)
 
 
-def test_texts_are_decoded_to_a_dictionary_beside_what_finds_them(tmp_path: Path) -> None:
-    """100,000 of 80 bytes: 8 MB, which fill a buffer of 8 MiB, twice, and 8 MiB of a hash table."""
+@pytest.mark.parametrize("most", [1 << 20, 1 << 26])
+def test_texts_are_decoded_to_a_dictionary_beside_what_finds_them(most: int, tmp_path: Path) -> None:
+    """100,000 of 80 bytes: 8 MB, which fill a buffer of 8 MiB, twice, and 8 MiB of a hash table. If all are in the
+    file's dictionary, that is there as well, and its decoder has another copy."""
     rows = pa.table({"x": [f"{number:080}" for number in range(100_000)], "label": np.arange(100_000) % 2})
     path = write(tmp_path, rows, {"x": {"table": "table"}}, model={"interaction": "dot_and_embeddings"})
+    # Arrow decompresses pages in another pool.
+    pq.write_table(rows, tmp_path / "rows.parquet", dictionary_pagesize_limit=most, compression="none")
     with opened(path) as (_, inputs):
         sample, reader = Sample(inputs, "train"), SegmentReader(inputs.datasets["train"])
         with arrow_pool() as pool:
