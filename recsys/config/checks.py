@@ -98,7 +98,7 @@ def _check_features(config: Config) -> None:
 
 
 def _check_float(key: str, feature: FeatureConfig) -> None:
-    for name in ("max_length", "weights", "boundaries", "cross"):
+    for name in ("max_length", "weights", "boundaries", "cross", "separator"):
         if getattr(feature, name) is not None:
             raise UserError(f"config key '{key}.{name}' is for features of type id; drop it, or set type: id")
     if feature.nulls is NullPolicy.empty:
@@ -120,11 +120,23 @@ def _check_id(key: str, feature: FeatureConfig) -> None:
             raise UserError(f"config key '{key}.{name}' is for features of type float; drop it, or set type: float")
     if feature.cross is not None:
         _check_cross(key, feature)
+    if feature.separator is not None:
+        _check_separator(key, feature)
     if feature.nulls is NullPolicy.mean:
         raise UserError(f"config key '{key}.nulls' of an id feature is reserved, empty or refuse, found mean")
     bounds = feature.boundaries
     if bounds is not None and (not bounds or any(a >= b for a, b in pairwise(bounds))):
         raise UserError(f"config key '{key}.boundaries' must be one or more ascending numbers, found {bounds}")
+
+
+def _check_separator(key: str, feature: FeatureConfig) -> None:
+    if not feature.separator:
+        raise UserError(f"config key '{key}.separator' is empty, but must be what stands between two ids, such as '|'")
+    for name, why in (("cross", "one id a row"), ("boundaries", "numbers"), ("weights", "lists in the data")):
+        if getattr(feature, name) is not None:
+            raise UserError(
+                f"config key '{key}.{name}' needs {why}, but {key}.separator makes lists of texts; drop one"
+            )
 
 
 def _check_cross(key: str, feature: FeatureConfig) -> None:
@@ -229,6 +241,11 @@ def _check_mapping(config: Config, name: str, table: TableConfig) -> None:
                 f"{least} or more, found {table.num_embeddings}"
             )
     for feature, settings in config.features.items():
+        if settings.table == name and settings.separator is not None and table.mapping is IdMappingType.identity:
+            raise UserError(
+                f"config key 'tables.{name}.mapping': identity takes integers, but features.{feature}.separator makes "
+                f"lists of texts; use mapping: hash or vocabulary"
+            )
         if settings.table == name and settings.boundaries and table.mapping is IdMappingType.vocabulary:
             raise UserError(
                 f"config key 'tables.{name}.mapping': feature '{feature}' has boundaries, so its ids are 0 … "

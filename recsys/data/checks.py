@@ -14,7 +14,7 @@ from recsys.data.decode import SegmentReader
 from recsys.data.parquet import read_head
 from recsys.data.spec import BatchSpec, FloatColumn
 from recsys.data.storage import BadDataError, partition_keys
-from recsys.data.wanted import column_of, role_features
+from recsys.data.wanted import column_of, columns_of, role_features
 from recsys.errors import UserError
 from recsys.ids import is_text
 
@@ -39,7 +39,7 @@ def check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
         dtypes: dict[str, pa.DataType] = {}
         for name in features:
             column = column_of(config, name)
-            types = _types(column, schemas)
+            types = _types_of_ids(config, name, schemas)
             _check_lists(config, name, column, types)
             dtypes |= _places(column, types)
         _check_dtypes(f"tables.{table}", dtypes)
@@ -50,6 +50,15 @@ def check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
 
 def _types(column: str, schemas: dict[str, pa.Schema]) -> dict[str, pa.DataType]:
     return {key: schema.field(column).type for key, schema in schemas.items() if column in schema.names}
+
+
+def _types_of_ids(config: Config, feature: str, schemas: dict[str, pa.Schema]) -> dict[str, pa.DataType]:
+    """Return the types of a feature's column by schema, where it is there; texts that are split are lists of texts."""
+    types = _types(column_of(config, feature), schemas)
+    if config.features[feature].separator is not None:  # a schema may be that of files alone
+        of_files = _types(columns_of(config, feature)[0], schemas)
+        types = {key: pa.list_(getattr(dtype, "value_type", dtype)) for key, dtype in of_files.items()} | types
+    return types
 
 
 def _places(column: str, types: dict[str, pa.DataType]) -> dict[str, pa.DataType]:
@@ -71,17 +80,15 @@ def _check_dtypes(asks: str, dtypes: dict[str, pa.DataType]) -> None:
         raise UserError(
             f"config key '{asks}': its ids are {single[texts[0]]} in column {texts[0]} and {single[numbers[0]]} in "
             f"column {numbers[0]}; write both with the same type (a list: `python -m recsys prepare csv --list "
-            f"'NAME=SEPARATOR:int64'`; a partition key in paths is a number where all its values are integers of 32 "
-            f"bits)"
+            f"'NAME=SEPARATOR:int64'`, since a feature's separator makes texts; a partition key in paths is a number "
+            f"where all its values are integers of 32 bits)"
         )
 
 
 def has_text_ids(config: Config, table: str, schema: pa.Schema) -> bool | None:
     """Return whether the ids of a table are texts in data with this schema; None if it has no column of such ids."""
     for name in features_by_table(config)[table]:
-        column = column_of(config, name)
-        if column in schema.names:
-            dtype = schema.field(column).type
+        for dtype in _types_of_ids(config, name, {"": schema}).values():
             dtype = getattr(dtype, "value_type", dtype)
             if not pa.types.is_null(dtype):
                 return is_text(dtype)
@@ -112,7 +119,7 @@ def labels_as_features(config: Config, labels: Sequence[FloatColumn]) -> list[st
     """Return sentences on features whose columns hold all that a label is made of, so that they give it away."""
     sentences = []
     for name, feature in config.features.items():
-        columns = {*(feature.cross or [column_of(config, name)])}
+        columns = {*columns_of(config, name)}
         for label in labels if feature.expert_of is None else ():
             if (read := label.columns()) <= columns:
                 sentences.append(

@@ -9,8 +9,10 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.config import DataConfig
+from recsys.data.made import Made
 from recsys.data.order import RowGroups, Segment
 from recsys.data.storage import Storage, partition_keys
+from recsys.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +33,7 @@ class Dataset:
         file_layouts, file_sizes, file_digests: int64 [files], for each of `row_groups.paths` its number in `layouts`,
             its size in bytes, and its `Footer.digest`.
         stored_rows: int64 [row groups], rows before the filter.
-        crosses: the columns that are made of others (see `recsys.data.crosses`): name → names of those others.
+        made: the columns that are made of others: name → how.
     """
 
     key: str
@@ -48,7 +50,7 @@ class Dataset:
     file_sizes: np.ndarray
     file_digests: np.ndarray
     stored_rows: np.ndarray
-    crosses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    made: Mapping[str, Made] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -93,6 +95,17 @@ class Dataset:
         lists = {field.name: field for schema in others for field in schema if pa.types.is_list(field.type)}
         untyped = (lists.get(field.name, field) if pa.types.is_null(field.type) else field for field in self.schema)
         return replace(self, schema=pa.schema(untyped))
+
+    def with_made(self, made: Mapping[str, Made]) -> "Dataset":
+        """Return the dataset with columns that are made of its own. Raises UserError for a type that does not fit."""
+        try:
+            for how in made.values():
+                for column in how.columns:
+                    how.check(column, self.schema.field(column).type)
+        except UserError as error:
+            raise error.within(f"config key '{self.key}'") from error
+        schema = pa.schema([*self.schema, *(pa.field(name, how.dtype) for name, how in made.items())])
+        return replace(self, schema=schema, columns=(*self.columns, *made), made=made)
 
     @cached_property
     def head(self) -> Segment:

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 
 from recsys.data.arrays import cast, num_stored
 from recsys.data.conditions import Origin
-from recsys.data.crosses import with_crosses
 from recsys.data.dataset import Dataset
 from recsys.data.fields import InFile, Place
 from recsys.data.filters import parse_filter
 from recsys.data.footers import opened, plain_type
 from recsys.data.group_footers import GroupFooters
+from recsys.data.made import with_made
 from recsys.data.order import Segment
 from recsys.data.storage import BadDataError, partition_column, partition_keys, reason
 
@@ -78,10 +78,10 @@ class SegmentReader:
     def __init__(self, dataset: Dataset, columns: Sequence[str] | None = None, kept: int = CACHED_ROW_GROUPS) -> None:
         self._num_kept = kept
         self._dataset, self._returned = dataset, list(dataset.columns if columns is None else columns)
-        self._crosses = {name: dataset.crosses[name] for name in self._returned if name in dataset.crosses}
-        of_crosses = [column for cross in self._crosses.values() for column in cross]
-        read = [name for name in self._returned if name not in self._crosses]
-        self._columns = list(dict.fromkeys([*read, *of_crosses]))
+        self._made = {name: dataset.made[name] for name in self._returned if name in dataset.made}
+        of_made = [column for how in self._made.values() for column in how.columns]
+        read = [name for name in self._returned if name not in self._made]
+        self._columns = list(dict.fromkeys([*read, *of_made]))
         self._condition = parse_filter(dataset.filter).bind(dataset.filter_schema) if dataset.filter else None
         self._types = {field.name: field.type for field in (*dataset.filter_schema, *dataset.schema)}
         self._plans: dict[tuple[int, bool], _Plan] = {}
@@ -167,7 +167,7 @@ class SegmentReader:
         chosen = table.select(self._columns)
         if is_filtered:
             chosen = chosen.filter(self._mask(table, group))
-        return with_crosses(chosen, self._crosses).select(self._returned) if self._crosses else chosen
+        return with_made(chosen, self._made).select(self._returned) if self._made else chosen
 
     def _group(self, number: int) -> _Group:
         dataset, groups = self._dataset, self._dataset.row_groups

@@ -19,16 +19,16 @@ from recsys.data.facts import Facts
 from recsys.data.footer_cache import kept_schema
 from recsys.data.loader import Loader, LoaderOptions
 from recsys.data.negatives import ItemSampler
-from recsys.data.parquet import open_dataset, read_column, read_head
+from recsys.data.parquet import open_dataset, read_column, read_head, with_made
 from recsys.data.permutation import Permutation
 from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
 from recsys.data.wanted import (
     column_of,
-    crosses,
     float_column,
     has_labels,
     item_column,
     label_column,
+    made_columns,
     needed_columns,
     of_row_filter,
     role_features,
@@ -254,7 +254,7 @@ def _read(
             )
         train = datasets[role].schema if role == "train" else train
     datasets |= {rows.role: _opened(config, rows, train) for rows in given}
-    datasets = {role: _crossed(dataset, crosses(config, role)) for role, dataset in datasets.items()}
+    datasets = {role: with_made(dataset, made_columns(config, role)) for role, dataset in datasets.items()}
     together = {**(beside.datasets if beside else {}), **datasets}
     schemas = {"data.train": train} | {dataset.key: dataset.schema for dataset in together.values()}
     check_types(config, schemas)
@@ -273,18 +273,6 @@ def _opened(config: Config, rows: Given, like: pa.Schema) -> Dataset:
     columns = {**dict.fromkeys(rows.kept, rows.asks), **needed}
     opened = open_dataset(rows.key, rows.paths, columns, rows.max_rows, rows.filter, config.data, like=like)
     return replace(opened, columns=tuple(needed))
-
-
-def _crossed(dataset: Dataset, made: dict[str, tuple[str, ...]]) -> Dataset:
-    """Return a dataset with crosses: `made` is their name → the columns they are made of."""
-    for column in dict.fromkeys(column for columns in made.values() for column in columns):
-        if pa.types.is_nested(dtype := dataset.schema.field(column).type):
-            raise UserError(
-                f"config key '{dataset.key}': column '{column}' is {dtype}, but a cross needs one id a row "
-                f"in each column"
-            )
-    schema = pa.schema([*dataset.schema, *(pa.field(name, pa.int64()) for name in made)])
-    return replace(dataset, schema=schema, columns=(*dataset.columns, *made), crosses=made)
 
 
 def _check_rows(config: Config, train: Dataset) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from recsys.config import DataConfig
 from recsys.data.conditions import BY_DATASET, KEY, Condition
@@ -16,6 +17,7 @@ from recsys.data.fields import names
 from recsys.data.filters import parse_filter
 from recsys.data.footer_cache import CachedFooters, load_footers, save_footers
 from recsys.data.footers import Footer, FooterParser, file_keys, metadata_of, read_footers
+from recsys.data.made import Made
 from recsys.data.order import RowGroups
 from recsys.data.selection import certain_rows, prune_by_path
 from recsys.data.sources import find_files
@@ -24,6 +26,8 @@ from recsys.errors import UserError
 from recsys.runtime.cgroups import num_cores
 from recsys.runtime.live import Task
 from recsys.runtime.logs import logger
+
+_SAMPLED_ROWS = 4096  # in which ids of texts are counted
 
 
 def open_dataset(
@@ -194,6 +198,25 @@ def narrowed(dataset: Dataset, num_rows: np.ndarray, max_rows: int | None = None
         file_digests=dataset.file_digests[used],
         stored_rows=dataset.stored_rows[chosen],
     )
+
+
+def with_made(dataset: Dataset, made: Mapping[str, Made]) -> Dataset:
+    """Return a dataset with columns that are made of its own, whose lists count towards the bytes of its row groups.
+
+    Footers do not tell how many ids are in texts: as many as in the first rows.
+
+    Raises:
+        UserError: a column has a type that does not fit, or texts that are not UTF-8.
+        BadDataError: see `SegmentReader.read`.
+    """
+    dataset, lists = dataset.with_made(made), [name for name, how in made.items() if how.separator is not None]
+    if not lists:
+        return dataset
+    head = SegmentReader(dataset, lists).head(dataset.head.number, min(_SAMPLED_ROWS, dataset.head.num_rows))
+    num_ids = sum(pc.sum(pc.list_value_length(column)).as_py() or 0 for column in head.columns)
+    groups = dataset.row_groups
+    num_bytes = groups.num_bytes + groups.num_rows * 4 * num_ids // max(1, head.num_rows)
+    return replace(dataset, row_groups=replace(groups, num_bytes=num_bytes))
 
 
 def column_names(key: str, paths: str | Sequence[str], retries: int) -> set[str]:

@@ -12,6 +12,7 @@ from recsys.data.conditions import Condition
 from recsys.data.facts import Facts
 from recsys.data.figures import FloatFacts
 from recsys.data.filters import parse_filter
+from recsys.data.made import Made
 from recsys.data.spec import FloatColumn, Transform
 from recsys.errors import in_words
 from recsys.runtime.counter_random import make_key
@@ -44,7 +45,9 @@ def role_lists(config: Config, role: str) -> dict[str, tuple[str, str]]:
     if role == "users":
         columns["candidates"] = config.data.candidates_column
     named = columns.items() if role in _OF_USERS else ()
-    return {name: (column, f"data.{name}_column") for name, column in named if column is not None}
+    # Where a feature splits the texts of the same column, they are lists here too.
+    split = {columns_of(config, name)[0]: column_of(config, name) for name in with_separators(config, role)}
+    return {name: (split.get(column, column), f"data.{name}_column") for name, column in named if column is not None}
 
 
 def has_labels(config: Config, role: str) -> bool:
@@ -52,10 +55,21 @@ def has_labels(config: Config, role: str) -> bool:
     return role == "train" or (config.model.needs().labels and role in ("valid", "test"))
 
 
-def column_of(config: Config, feature: str) -> str:
-    """Return the name of a feature's column, or of the cross that is made instead of it."""
+def columns_of(config: Config, feature: str) -> list[str]:
+    """Return the columns of the data that a feature is read from: one, or those of its cross."""
     settings = config.features[feature]
-    return settings.column or (" × ".join(settings.cross) if settings.cross else feature)
+    return list(settings.cross) if settings.cross else [settings.column or feature]
+
+
+def column_of(config: Config, feature: str) -> str:
+    """Return the name of a feature's column, or of the one that is made of its columns."""
+    name, separator = " × ".join(columns_of(config, feature)), config.features[feature].separator
+    return name if separator is None else f"{name} split at {separator}"
+
+
+def with_separators(config: Config, role: str) -> list[str]:
+    """Return the features of which a dataset of this role has texts that are split into lists."""
+    return [name for name in role_features(config, role) if config.features[name].separator is not None]
 
 
 def item_column(config: Config) -> str:
@@ -63,10 +77,11 @@ def item_column(config: Config) -> str:
     return column_of(config, config.model.needs().item_id or "")
 
 
-def crosses(config: Config, role: str) -> dict[str, tuple[str, ...]]:
-    """Return the crosses in a dataset of this role: by name, the columns that each is made of."""
-    made = {column_of(config, name): config.features[name].cross for name in role_features(config, role)}
-    return {name: tuple(columns) for name, columns in made.items() if columns}
+def made_columns(config: Config, role: str) -> dict[str, Made]:
+    """Return by name the columns that are made of others in a dataset of this role."""
+    features = {name: config.features[name] for name in role_features(config, role)}
+    made = {name: feature for name, feature in features.items() if feature.cross or feature.separator is not None}
+    return {column_of(config, n): Made(tuple(columns_of(config, n)), f.separator) for n, f in made.items()}
 
 
 def needed_columns(config: Config, role: str) -> dict[str, str]:
@@ -74,12 +89,13 @@ def needed_columns(config: Config, role: str) -> dict[str, str]:
     needed: dict[str, str] = {}
     keys = {name: f"features.{config.features[name].expert_of or name}" for name in role_features(config, role)}
     for name, key in keys.items():
-        columns = config.features[name].cross or [column_of(config, name)]
-        needed |= dict.fromkeys(columns, f"config key '{key}'")
+        needed |= dict.fromkeys(columns_of(config, name), f"config key '{key}'")
     for name, key in keys.items():
         if config.features[name].weights is not None:
             needed[config.features[name].weights or ""] = f"config key '{key}.weights'"
-    needed |= {column: f"config key '{key}'" for column, key in role_lists(config, role).values()}
+    made = made_columns(config, role)
+    lists = role_lists(config, role).values()
+    needed |= {column: f"config key '{key}'" for column, key in lists if column not in made}
     if has_labels(config, role):
         for name, label in config.labels().items():
             condition = _condition(config, name)

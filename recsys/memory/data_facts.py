@@ -15,7 +15,7 @@ from recsys.data.facts import counts_of
 from recsys.data.inputs import Inputs
 from recsys.data.order import most_shares, slice_bounds
 from recsys.data.parquet import read_head
-from recsys.data.wanted import column_of, role_features, with_figures
+from recsys.data.wanted import column_of, columns_of, role_features, with_figures
 from recsys.data.window import Ragged
 from recsys.ids import index_bytes, is_text, statistics_bytes
 from recsys.memory import DataFacts, Decoding
@@ -292,6 +292,7 @@ def _counted_bytes(inputs: Inputs, sample: Sample, tables: Collection[str]) -> i
     config = inputs.config
     present = [name for name in role_features(config, "train") if name in id_features(config)]
     names = [n for n in present if (config.features[n].table or "") in tables or counts_of(n) in tables]
-    columns = dict.fromkeys(column_of(config, name) for name in [*names, *with_figures(config)])
+    counted = [*names, *with_figures(config)]
+    columns = dict.fromkeys(column for n in counted for column in (*columns_of(config, n), column_of(config, n)))
     rows = int(inputs.datasets["train"].stored_rows.max())
     return int(sample.decoding_bytes(rows, columns))

@@ -286,7 +286,8 @@ def _longer_lists(dataset: Dataset, head: pa.Table, lists: Sequence[str]) -> flo
         return 1.0
     vectors = set(head.column_names) - set(lists)
     of_vectors = sum(_mean_length(head.column(name)) for name in vectors if pa.types.is_list(head.field(name).type))
-    in_all = int(dataset.row_groups.num_bytes.sum()) / 4 / rows - head.num_columns - of_vectors
+    of_files = head.num_columns - len(dataset.made)  # each counts once in a row, besides its elements
+    in_all = int(dataset.row_groups.num_bytes.sum()) / 4 / rows - of_files - of_vectors
     return max(0.1, in_all / in_head)
 
 

@@ -10,7 +10,7 @@ import pytest
 from launch import fork_train, must_train
 
 from recsys.config import load_config
-from recsys.data.crosses import with_crosses
+from recsys.data.made import Made, with_made
 from recsys.errors import UserError
 
 CONFIG = """
@@ -29,21 +29,23 @@ train: {{global_batch_size: 120, max_steps: 6, log_every_steps: 1}}
 
 
 def ids(**columns: list) -> list:
-    return with_crosses(pa.table(columns), {"x": list(columns)}).column("x").to_pylist()
+    return crossed(pa.table(columns))
+
+
+def crossed(table: pa.Table) -> list:
+    return with_made(table, {"x": Made(tuple(table.column_names))}).column("x").to_pylist()
 
 
 def test_a_combination_has_one_id_and_null_where_one_is_null() -> None:
     found = ids(a=[1, 1, 2, 1, None], b=["x", "y", "x", "x", "x"])
     assert found[0] == found[3] and len({*found[:3]}) == 3 and found[4] is None
     assert ids(a=[1], b=[2]) != ids(b=[2], a=[1]), "their order counts"
-    coded = with_crosses(pa.table({"a": pa.array(["x", None, "y"]).dictionary_encode(), "b": [1, 2, 3]}), {"x": "ab"})
-    assert coded.column("x").to_pylist() == ids(a=["x", None, "y"], b=[1, 2, 3])
+    coded = pa.table({"a": pa.array(["x", None, "y"]).dictionary_encode(), "b": [1, 2, 3]})
+    assert crossed(coded) == ids(a=["x", None, "y"], b=[1, 2, 3])
     with pytest.raises(UserError, match=r"^column 'b' of a cross: ids must be whole numbers"):
         ids(a=[1, 2], b=[1.0, 0.5])
     chunks = pa.chunked_array([["x"], [None, "y"]])
-    assert with_crosses(pa.table({"a": chunks, "b": [1, 2, 3]}), {"x": "ab"}).column("x").to_pylist() == ids(
-        a=["x", None, "y"], b=[1, 2, 3]
-    )
+    assert crossed(pa.table({"a": chunks, "b": [1, 2, 3]})) == ids(a=["x", None, "y"], b=[1, 2, 3])
 
 
 def write(folder: Path) -> Path:

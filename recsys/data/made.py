@@ -1,0 +1,114 @@
+"""Columns that are made of others as rows are decoded.
+
+A cross has one id for each combination of the ids in several columns. A text such as `Action|Comedy` becomes a list of
+the ids in it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recsys.data.arrays import drop_nulls, whole
+from recsys.errors import UserError
+from recsys.ids import hash_column, hash_integers, is_text, numpy_view
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a column is made.
+
+    Attributes:
+        columns: those that it is made of.
+        separator: what stands between the ids in the texts of its only column; None: it is a cross of its columns.
+    """
+
+    columns: tuple[str, ...]
+    separator: str | None = None
+
+    @property
+    def dtype(self) -> pa.DataType:
+        """The plain type of the column."""
+        return pa.int64() if self.separator is None else pa.list_(pa.string())
+
+    def check(self, column: str, dtype: pa.DataType) -> None:
+        """Raise a UserError if it cannot be made of a column of this type."""
+        if self.separator is None and pa.types.is_nested(dtype):
+            raise UserError(f"column '{column}' is {dtype}, but a cross needs one id a row in each column")
+        if self.separator is not None and not (is_text(dtype) or pa.types.is_null(dtype)):
+            raise UserError(
+                f"column '{column}' is {dtype}, but only texts have a separator in them; write it as text, or drop the "
+                f"separator"
+            )
+
+
+def with_made(table: pa.Table, made: Mapping[str, Made]) -> pa.Table:
+    """Return the table with one more column for each entry of `made`, which has their names.
+
+    Raises:
+        UserError: names a column that holds no ids, or no texts in UTF-8.
+    """
+    for name, how in made.items():
+        columns = {column: whole(table.column(column)) for column in how.columns}
+        if how.separator is None:
+            table = table.append_column(name, _cross(columns))
+            continue
+        ((column, texts),) = columns.items()
+        try:
+            table = table.append_column(name, _split(texts, how.separator))
+        except pa.ArrowInvalid as error:
+            raise UserError(f"column '{column}' holds texts that are not UTF-8, and cannot be split") from error
+    return table
+
+
+def lists_in(texts: pa.Array, separator: str) -> pa.ListArray:
+    """Return the ids in texts as list<string>; null stays null.
+
+    Spaces around ids, and empty ids, are left out. Raises pa.ArrowInvalid for texts that are not UTF-8.
+    """
+    lists = pc.split_pattern(texts.cast(pa.string()), separator)
+    lengths = pc.list_value_length(lists).fill_null(0).to_numpy()
+    ids = pc.utf8_trim_whitespace(lists.flatten())
+    is_there = pc.not_equal(ids, "")
+    before = np.append(0, np.cumsum(is_there.to_numpy(zero_copy_only=False)))
+    ends = pa.array(before[np.append(0, np.cumsum(lengths))], pa.int32())
+    return pa.ListArray.from_arrays(ends, ids.filter(is_there), mask=texts.is_null())
+
+
+def _split(texts: pa.Array, separator: str) -> pa.ListArray:
+    """Return the ids in texts as lists of dictionaries, whose entries are distinct.
+
+    Of a dictionary of texts, each entry that is in use is split once.
+    """
+    places = None
+    if pa.types.is_dictionary(texts.type):
+        used, indices = np.zeros(len(texts.dictionary), bool), texts.indices
+        used[numpy_view(drop_nulls(indices) if indices.null_count else indices)] = True
+        texts, places = texts.dictionary.filter(pa.array(used)), pa.array(np.cumsum(used) - 1).take(indices)
+    lists = lists_in(texts, separator)
+    ids = lists.values.dictionary_encode()
+    lists = pa.ListArray.from_arrays(lists.offsets, ids.indices, mask=lists.is_null())
+    lists = lists if places is None else lists.take(places)
+    values = pa.DictionaryArray.from_arrays(lists.values, ids.dictionary)
+    return pa.ListArray.from_arrays(lists.offsets, values, mask=lists.is_null())
+
+
+def _cross(by_name: Mapping[str, pa.Array]) -> pa.Array:
+    """Return the ids of combinations: 64-bit hashes of the ids, null if one of these is null.
+
+    So they are the same on every machine and split of the data, and no vocabulary of combinations is needed.
+    """
+    columns = by_name.values()
+    valid = np.logical_and.reduce([column.is_valid().to_numpy(zero_copy_only=False) for column in columns])
+    mask = None if valid.all() else pa.array(valid)
+    hashes = np.zeros(int(valid.sum()), np.uint64)
+    for place, (name, column) in enumerate(by_name.items()):  # the place is the seed, so that a × b is not b × a
+        try:
+            hashes = hash_integers(hashes ^ hash_column(column if mask is None else column.filter(mask), place))
+        except UserError as error:
+            raise error.within(f"column '{name}' of a cross") from error
+    ids = np.zeros(len(valid), np.int64)
+    ids[valid] = hashes.view(np.int64)
+    return pa.array(ids, mask=None if mask is None else ~valid)

@@ -1,0 +1,194 @@
+"""Ids in texts with a separator between them: the same lists, and the same run, as of columns of lists."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from launch import fork_train, must_train, records_of
+
+from recsys.config import load_config
+from recsys.config.meaning import meaning
+from recsys.data.inputs import open_inputs
+from recsys.data.made import Made, lists_in, with_made
+from recsys.errors import UserError
+from recsys.memory.sample import Sample
+from recsys.runtime.world import World
+
+CONFIG = """
+features:
+  item: {table: item}
+  history: {table: item, separator: ",", max_length: 3}
+  genres: {table: genre, separator: "|", nulls: empty}
+  same: {column: genres, table: same}
+  pair: {cross: [genres, item], table: pair}
+  price: {type: float}
+tables:
+  item: {num_embeddings: 100, embedding_dim: 8, mapping: vocabulary, pooling: mean}
+  genre: {num_embeddings: 50, embedding_dim: 8, num_hashes: 2}
+  same: {num_embeddings: 50, embedding_dim: 8}
+  pair: {num_embeddings: 50, embedding_dim: 8}
+model: {name: dlrm, embedding_dim: 8, attention: {history: item}}
+data: {label_column: label, num_streams: 6, filter: "price < 0.9 and (genres is None or genres != 'Drama')"}
+train: {global_batch_size: 60, epochs: 2, log_every_steps: 1}
+"""
+LISTS = ("history", "genres")
+RAW = "raw_genres"  # in the data with lists, whose cross and feature of whole texts need these
+
+
+def ids_of(text: str | None, separator: str) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(separator) if part.strip()]
+
+
+def write(folder: Path) -> None:
+    """Write rows twice: with texts, and with the lists that Python makes of them."""
+    dice = random.Random(5)
+
+    def text(ids: list[str], separator: str, longest: int) -> str | None:
+        parts = [dice.choice(["", " ", "\t"]) + dice.choice(ids) + dice.choice(["", "\u3000"]) for _ in range(longest)]
+        parts = parts[: dice.randrange(longest + 1)] + dice.choice([[], [], [""], [" "]])
+        return dice.choice([None, "", *[separator.join(parts)] * 8])
+
+    items = [f"{number:03}" for number in range(40)]
+    texts: dict[str, Any] = {
+        "item": [dice.choice(items) for _ in range(700)],
+        "history": [text(items, ",", 6) for _ in range(700)],
+        "genres": [text(["Action", "Comedy", "Drama", "Süß, sauer"], "|", 3) for _ in range(700)],
+        "price": [dice.random() for _ in range(700)],
+        "label": [dice.randrange(2) for _ in range(700)],
+    }
+    lists = {**texts, RAW: texts["genres"]}
+    for name, separator in (("history", ","), ("genres", "|")):
+        lists[name] = pa.array([ids_of(cell, separator) for cell in texts[name]], pa.list_(pa.string()))
+    for kind, columns in (("texts", texts), ("lists", lists)):
+        for part, rows in (("train", slice(0, 500)), ("test", slice(500, 700))):
+            (folder / kind).mkdir(exist_ok=True)
+            table = pa.table(columns)[rows.start : rows.stop]
+            # Plain texts in a file, and a dictionary.
+            pq.write_table(table, folder / kind / f"{part}.parquet", row_group_size=130, use_dictionary=kind == "lists")
+    (folder / "c.yaml").write_text(CONFIG)
+
+
+def options_of(folder: Path, kind: str) -> list[str]:
+    paths = [f"data.{part}={folder}/{kind}/{part}.parquet" for part in ("train", "test")]
+    if kind == "texts":
+        return paths
+    in_lists = [f"features.{name}.separator=null" for name in LISTS]
+    of_texts = [f"features.same.column={RAW}", f"features.pair.cross=[{RAW},item]"]
+    return [*paths, *in_lists, *of_texts, f"data.filter=price < 0.9 and ({RAW} is None or {RAW} != 'Drama')"]
+
+
+def test_what_is_an_id() -> None:
+    texts = ["a|b", " a | b\t|", "", None, "|", "a", "ä\u00a0|\u3000ö", "1|01"]
+    lists = [["a", "b"], ["a", "b"], [], None, [], ["a"], ["ä", "ö"], ["1", "01"]]
+    assert lists_in(pa.array(texts), "|").to_pylist() == lists
+    assert lists_in(pa.array(texts).slice(3, 3), "|").to_pylist() == lists[3:6]
+    assert lists_in(pa.array(["a, b", "a,b"]), ", ").to_pylist() == [["a", "b"], ["a,b"]]
+    assert lists_in(pa.array(["a b  c"]), " ").to_pylist() == [["a", "b", "c"]]
+    assert lists_in(pa.nulls(2), "|").to_pylist() == [None, None]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+def test_columns_of_any_kind(kind: pa.DataType) -> None:
+    texts = pa.array(["c", "a|b", None, "b| a|b", "", "a|b"]).cast(kind)
+    for column in (texts, texts.slice(1, 4), texts.slice(0, 0)):
+        made = with_made(pa.table({"x": column}), {"made": Made(("x",), "|")}).column("made").combine_chunks()
+        plain = column.cast(pa.string()).to_pylist()
+        assert made.to_pylist() == [ids_of(text, "|") for text in plain]
+        assert made.type == pa.list_(pa.dictionary(pa.int32(), pa.string()))
+        entries = made.values.dictionary.to_pylist()
+        assert sorted(entries) == sorted({part for text in plain for part in ids_of(text, "|") or ()}), "those in use"
+    chunks = pa.chunked_array([["a|b"], [None, "b"]])
+    assert with_made(pa.table({"x": chunks}), {"y": Made(("x",), "|")})["y"].to_pylist() == [["a", "b"], None, ["b"]]
+
+
+def test_texts_that_are_not_utf8() -> None:
+    with pytest.raises(UserError, match="column 'x' holds texts that are not UTF-8"):
+        with_made(pa.table({"x": [b"a|\xff"]}), {"y": Made(("x",), "|")})
+
+
+@pytest.mark.slow
+def test_training_is_that_of_lists_to_the_last_bit(tmp_path: Path) -> None:
+    write(tmp_path)
+    for nproc, more in ((1, []), (3, []), (1, ["data.num_threads=3", "data.processes=true"])):
+        runs = {}
+        for kind in ("texts", "lists"):
+            runs[kind] = tmp_path / f"{kind}-{nproc}-{len(more)}"
+            words = [str(tmp_path / "c.yaml"), f"run.dir={runs[kind]}", *options_of(tmp_path, kind), *more]
+            must_train(*words, nproc=nproc)
+        steps = {kind: [(line["step"], line["loss"]) for line in records_of(run)] for kind, run in runs.items()}
+        assert len(steps["texts"]) > 10 and steps["texts"] == steps["lists"]
+        results = {kind: json.loads((run / "result.json").read_text()) for kind, run in runs.items()}
+        assert results["texts"]["metrics"] == results["lists"]["metrics"]
+        assert results["texts"]["data"]["ids"] == results["lists"]["data"]["ids"]
+
+
+def test_what_is_known_before_training(tmp_path: Path, world: World) -> None:
+    write(tmp_path)
+    inputs = {}
+    for kind in ("texts", "lists"):
+        config = load_config(tmp_path / "c.yaml", options_of(tmp_path, kind))
+        inputs[kind] = open_inputs(config, world)
+    samples = {kind: Sample(of, "train") for kind, of in inputs.items()}
+    texts, lists = samples["texts"], samples["lists"]
+    # All rows are in the sample. Footers count an empty list as an element, so that they tell of more.
+    lengths = {n: part.lengths.mean() for n, part in zip(lists.names, lists.columns.ids, strict=True) if n in LISTS}
+    assert {name: texts.mean_ids()[name] for name in LISTS} == pytest.approx(lengths, rel=0.01)
+    assert texts.row_bytes == pytest.approx(lists.columns.num_bytes / lists.rows, rel=0.01)
+    assert [*texts.distinct_ids(500)] == [*lists.distinct_ids(500)]
+    # Footers tell of the lists in files, and the first rows of those in texts.
+    groups = {kind: of.datasets["train"].row_groups.num_bytes for kind, of in inputs.items()}
+    np.testing.assert_allclose(groups["texts"], groups["lists"], rtol=0.25)
+
+
+def test_another_separator_gives_rows_another_meaning(tmp_path: Path) -> None:
+    write(tmp_path)
+    here, there = (
+        meaning(load_config(tmp_path / "c.yaml", [*options_of(tmp_path, "texts"), *more]))
+        for more in ([], ["features.genres.separator=;"])
+    )
+    assert {key for key in here if here[key] != there[key]} == {"features.genres.separator"}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("features.genres.separator=''", "'features.genres.separator' is empty, but must be what stands between"),
+        ("features.genres.boundaries=[1]", "'features.genres.boundaries' needs numbers, but features.genres.separator"),
+        ("features.genres.weights=price", "'features.genres.weights' needs lists in the data, but"),
+        ("features.pair.separator=','", "'features.pair.cross' needs one id a row, but features.pair.separator makes"),
+        ("features.price.separator=','", "'features.price.separator' is for features of type id"),
+        ("tables.genre={mapping: identity, num_hashes: 1}", "identity takes integers, but features.genres.separator"),
+    ],
+)
+def test_mistakes(override: str, said: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(UserError) as caught:
+        load_config(tmp_path / "c.yaml", [*options_of(tmp_path, "texts"), override])
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        (
+            {"genres": [["a"]]},
+            "'data.train': column 'genres' is list<item: string>, but only texts have a separator",
+        ),
+        ({"genres": [1]}, "'data.train': column 'genres' is int64, but only texts have a separator in them; write it"),
+        ({"item": [1]}, "in column 'history split at ,' of data.train and int64 in column 'item' of data.train; write"),
+    ],
+)
+def test_columns_that_are_no_texts(columns: dict[str, list], said: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    table = pq.read_table(tmp_path / "texts" / "train.parquet")
+    for name, values in columns.items():
+        table = table.set_column(table.column_names.index(name), name, pa.array(values * len(table)))
+    pq.write_table(table, tmp_path / "texts" / "train.parquet")
+    words = [*options_of(tmp_path, "texts"), "data.filter=null", "data.test=null", "features.pair=null"]
+    done = fork_train(str(tmp_path / "c.yaml"), *words, "tables.pair=null", f"run.dir={tmp_path}/run")
+    assert done.returncode == 1 and said in done.stderr
