@@ -52,13 +52,14 @@ class Given:
 
     Attributes:
         role: `rows` with all features; of a retrieval model `users`, `queries` (users without lists of items), `items`.
-        paths, filter, max_rows: like data.test, data.filter and data.max_rows. kept: further columns to read.
+        paths, filter, max_rows: like data.test, data.filter and data.max_rows.
+        kept: columns that are wanted as they are in the files, read by the model or not; None: ids that it reads.
         asks, key: what messages name as the source of `kept` and of `paths`.
     """
 
     role: str
     paths: str | list[str]
-    kept: tuple[str, ...] = ()
+    kept: Sequence[str] | None = None
     filter: str | None = None
     asks: str = "--keep"
     key: str = "DATA"
@@ -270,7 +271,7 @@ def _read(
 
 def _opened(config: Config, rows: Given, like: pa.Schema) -> Dataset:
     needed = needed_columns(config, rows.role)
-    columns = {**dict.fromkeys(rows.kept, rows.asks), **needed}
+    columns = {**dict.fromkeys(rows.kept or (), rows.asks), **needed}
     opened = open_dataset(rows.key, rows.paths, columns, rows.max_rows, rows.filter, config.data, like=like)
     return replace(opened, columns=tuple(needed))
 

@@ -168,20 +168,18 @@ class Run:
             if table is not None:
                 vectors = open_table(self._run, self._opened.source.marker, self._opened.world, table, paths)
                 return pa.concat_tables(vectors.tables(0, vectors.num_ids))
-            given, keep = rows_of_tower(self._run, name, paths, keep)
-            return self._given(given, keep, lambda: vectors_of_tower(name))
+            return self._given(rows_of_tower(self._run, name, paths, keep), lambda: vectors_of_tower(name))
 
     def _scored(self, data: Data, role: str, keep: Sequence[str] | None, results_of: Callable[[], Results]) -> pa.Table:
         _check_not_forked()
         keep = _texts("keep", keep, "'user_id'")
         with _as_files(data) as paths, _in_words_of_python():
-            return self._given(self._run.given(role, paths, keep), keep, results_of)
+            return self._given(self._run.given(role, paths, keep), results_of)
 
-    def _given(self, given: Given, keep: Sequence[str] | None, results_of: Callable[[], Results]) -> pa.Table:
+    def _given(self, given: Given, results_of: Callable[[], Results]) -> pa.Table:
         opened, inputs = self._opened, self._opened.beside([], given)
-        kept = kept_columns(keep, inputs, given.role)
-        loader = inputs.loader(given.role)
-        return pa.concat_tables(scored(opened, loader, kept, results_of(), lambda rows: None))
+        loader, kept = inputs.loader(given.role), kept_columns(inputs, given)
+        return pa.concat_tables(scored(opened, loader, kept, results_of()))
 
 
 def _in_words_of_python() -> AbstractContextManager[None]:

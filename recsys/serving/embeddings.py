@@ -65,8 +65,7 @@ def embeddings(
         faiss()  # refuse before anything is computed
     if table is not None:
         return _write_table(run, table, out, data)
-    given, keep = rows_of_tower(run, name, data, keep)
-    results = vectors_of_tower(name)
+    given, results = rows_of_tower(run, name, data, keep), vectors_of_tower(name)
 
     def then(opened: OpenRun) -> None:
         if index is not None:
@@ -74,7 +73,7 @@ def embeddings(
             source = "items" if queries is None else queries
             opened.world.from_rank_zero(lambda: build_index(out, index, vectors, source))
 
-    return write_results(run, out, given, {"of": name}, lambda opened: results, keep, then=then)
+    return write_results(run, out, given, {"of": name}, lambda opened: results, then=then)
 
 
 def _write_table(run: Finished, table: str, out: Path, data: str | list[str] | None) -> int:
@@ -116,10 +115,8 @@ def table_of(run: Finished, name: str, keep: Sequence[str] | None) -> str | None
     return table
 
 
-def rows_of_tower(
-    run: Finished, tower: str, data: str | list[str] | None, keep: Sequence[str] | None
-) -> tuple[Given, Sequence[str] | None]:
-    """Return the rows for which a tower is to compute vectors, and their columns to keep.
+def rows_of_tower(run: Finished, tower: str, data: str | list[str] | None, keep: Sequence[str] | None) -> Given:
+    """Return the rows for which a tower is to compute vectors.
 
     Raises:
         UserError: neither arguments nor config name the rows.
@@ -129,11 +126,10 @@ def rows_of_tower(
         keep = [item_column(config)] if keep is None else keep
         if data is None and config.data.items is not None:
             filter, max_rows = row_filter(config, "items"), config.data.max_rows
-            own = Given("items", config.data.items, tuple(keep), filter, key="data.items", max_rows=max_rows)
-            return own, keep
+            return Given("items", config.data.items, keep, filter, key="data.items", max_rows=max_rows)
     if data is None:
         raise UserError(f"nothing says which {tower}s' vectors are wanted; give their rows as --data")
-    return run.given("items" if tower == "item" else "queries", data, keep), keep
+    return run.given("items" if tower == "item" else "queries", data, keep)
 
 
 def vectors_of_tower(tower: str) -> Results:
@@ -149,7 +145,7 @@ def vectors_of_tower(tower: str) -> Results:
 def _vectors_of_users(opened: OpenRun, users: str) -> np.ndarray:
     """Return the vectors of users, float32 [users, dim]; collective."""
     inputs = opened.beside([], opened.run.given("queries", users, None))
-    tables = scored(opened, inputs.loader("queries"), [], vectors_of_tower("user"), lambda rows: None)
+    tables = scored(opened, inputs.loader("queries"), [], vectors_of_tower("user"))
     vectors = pa.concat_tables(tables)["vector"].combine_chunks()
     dim = inputs.config.model.needs().vector_dim  # a rank without users has no vectors to take it from
     return np.concatenate(opened.world.gather(vectors.flatten().to_numpy().reshape(len(vectors), dim)))

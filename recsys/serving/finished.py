@@ -77,7 +77,7 @@ class Finished:
         """Return rows to be scored, without the filter and row limit of the run, unless the user sets one."""
         filter = row_filter(self.config, role) if "data.filter" in self.changed else None
         max_rows = self.config.data.max_rows if "data.max_rows" in self.changed else None
-        return Given(role, paths, tuple(keep or ()), filter, max_rows=max_rows)
+        return Given(role, paths, keep, filter, max_rows=max_rows)
 
 
 def find_run(run: str, overrides: Sequence[str] = (), trust_code: bool = False) -> Finished:

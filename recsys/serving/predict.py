@@ -43,7 +43,7 @@ def predict(run: Finished, data: str | list[str], out: Path, keep: Sequence[str]
     Raises:
         UserError: the data do not fit the model, or the folder holds something else.
     """
-    return write_results(run, out, run.given("rows", data, keep), {}, scores_of_rows, keep)
+    return write_results(run, out, run.given("rows", data, keep), {}, scores_of_rows)
 
 
 def recommend(run: Finished, data: str | list[str], out: Path, k: int = 20, keep: Sequence[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def recommend(run: Finished, data: str | list[str], out: Path, k: int = 20, keep
     """
     check_recommends(run, k)
     given = run.given("users", data, keep)
-    return write_results(run, out, given, {"k": k}, lambda opened: best_of_users(opened, k), keep, ["items"])
+    return write_results(run, out, given, {"k": k}, lambda opened: best_of_users(opened, k), ["items"])
 
 
 def check_recommends(run: Finished, k: int) -> None:
@@ -74,7 +74,6 @@ def write_results(
     given: Given,
     settings: Mapping[str, Any],
     results_of: Callable[[OpenRun], Results],
-    keep: Sequence[str] | None,
     roles: Sequence[str] = (),
     then: Callable[[OpenRun], None] = lambda opened: None,
 ) -> int:
@@ -88,12 +87,11 @@ def write_results(
     config = run.config
     with open_run_world(config.run) as world, naming_data():
         opened = OpenRun(run.in_order(world.world_size), world, roles, given)
-        kept = kept_columns(keep, opened.inputs, given.role)
         task = {
             "checkpoint": {"path": str(run.checkpoint), "files": opened.source.marker.files},
             "data": {name: dataset.fingerprint for name, dataset in opened.inputs.datasets.items()},
             "lists": {name: column for name, (column, _) in role_lists(config, given.role).items()},
-            "columns": kept,
+            "columns": kept_columns(opened.inputs, given),
             **settings,
         }
         write_blocks(opened, out, given.role, task, results_of, then)
@@ -131,12 +129,12 @@ def write_blocks(
         then(opened)
 
 
-def kept_columns(keep: Sequence[str] | None, inputs: Inputs, role: str) -> list[str]:
-    """Return the columns to keep: those in `keep`, else columns of ids that the model reads, no lists or crosses."""
-    if keep is not None:
-        return list(dict.fromkeys(keep))
-    config, schema = inputs.config, inputs.datasets[role].schema
-    names = [name for name in role_features(config, role) if name in id_features(config)]
+def kept_columns(inputs: Inputs, given: Given) -> list[str]:
+    """Return the columns to keep: `given.kept`, else columns of ids that the model reads, no lists or crosses."""
+    if given.kept is not None:
+        return list(dict.fromkeys(given.kept))
+    config, schema = inputs.config, inputs.datasets[given.role].schema
+    names = [name for name in role_features(config, given.role) if name in id_features(config)]
     columns = dict.fromkeys(column_of(config, name) for name in names if not config.features[name].cross)
     return [column for column in columns if not pa.types.is_nested(schema.field(column).type)]
 
@@ -150,7 +148,11 @@ def _blocks(dataset: Dataset) -> list[Dataset]:
 
 @torch.no_grad()
 def scored(
-    opened: OpenRun, loader: Loader, columns: list[str], results: Results, show: Callable[[int], None]
+    opened: OpenRun,
+    loader: Loader,
+    columns: list[str],
+    results: Results,
+    show: Callable[[int], None] = lambda rows: None,
 ) -> Iterator[pa.Table]:
     """Yield this rank's rows of a loader, batch by batch: kept columns and results; collective.
 

@@ -143,7 +143,7 @@ def test_only_the_first_rows_are_read_of_the_runs_items_and_where_the_user_asks_
     options = ["data.items=nowhere", "data.max_rows=3"]
     config = load_config(ROOT / "configs/two_tower_sample.yaml", options)
     trained, asked = Finished(config, Path("nowhere"), ()), Finished(config, Path("nowhere"), ("data.max_rows",))
-    assert rows_of_tower(trained, "item", None, None)[0].max_rows == 3  # as in evaluate, recommend and export
+    assert rows_of_tower(trained, "item", None, None).max_rows == 3  # as in evaluate, recommend and export
     assert [run.given("rows", "elsewhere", None).max_rows for run in (trained, asked)] == [None, 3]
 
 

@@ -59,7 +59,7 @@ def test_ranks_of_commands_wait_for_each_other_by_what_the_config_allows(
     calls: list[Callable[[], object]] = [
         lambda: run_module.run(anything),
         lambda: evaluate_module.evaluate(anything, []),
-        lambda: predict_module.write_results(anything, tmp_path, anything, {}, anything, None),
+        lambda: predict_module.write_results(anything, tmp_path, anything, {}, anything),
         lambda: embeddings_module._write_table(anything, "item", tmp_path, None),
         lambda: compress_module.compress(anything, anything, tmp_path, anything),
     ]
