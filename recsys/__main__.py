@@ -160,16 +160,14 @@ def compress(arguments: Sequence[str]) -> int:
     add_compression(parser)
     with mistakes_told():
         words, run = _run_named_by(parser, arguments)
-        from recsys.config import load_config
         from recsys.serving.compress import Request
         from recsys.serving.compress import compress as compress_run
 
         with told_by_first_rank():
-            trained = load_config(run.checkpoint / "config.yaml", trust_code=words.trust_code)
-            metric = words.metric or trained.train.early_stop.metric or run.config.model.metric_names(run.config)[0]
+            metric = words.metric or run.trained.train.early_stop.metric or run.config.model.metric_names(run.config)[0]
             steps, of_student = tuple(words.steps.split(",")), (tuple(words.student), tuple(words.overrides))
             request = Request(steps, metric, words.max_loss, words.prune_by, *of_student, words.trust_code)
-        return compress_run(run, trained, words.out, request)
+        return compress_run(run, words.out, request)
 
 
 def files(arguments: Sequence[str], command: str) -> int:

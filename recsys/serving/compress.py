@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-from recsys.config import Config, load_config
 from recsys.config.choices import RowCode
 from recsys.config.compression_checks import takes_code
 from recsys.config.experts import deciding_tables
@@ -92,11 +91,10 @@ class Request:
         return number / 100 * abs(value) if is_share else number
 
 
-def compress(run: Finished, trained: Config, out: Path, request: Request) -> int:
+def compress(run: Finished, out: Path, request: Request) -> int:
     """Write a compressed run; return the exit status, 0.
 
     Args:
-        trained: the config that the run was trained with.
         out: folder of the new run, which also gets compression.md, .json and .svg.
 
     Raises:
@@ -108,7 +106,7 @@ def compress(run: Finished, trained: Config, out: Path, request: Request) -> int
         world.from_rank_zero(lambda: begin_folder(out, lock))
         check_shared(out, lock, world, "OUT")
         start_logging(out / "logs", world.rank)
-        _compress(run, trained, out, request, world)
+        _compress(run, out, request, world)
         lock.check(now=True)
         world.from_rank_zero(lambda: finish_folder(out))
         logger.info("done: %s", out)
@@ -120,24 +118,23 @@ _Step = Callable[[Trials, Compression, float], tuple[Compression, str]]
 
 @dataclass(frozen=True)
 class _State:
-    """State between steps: a run, the config that it was trained with, and its accepted compression."""
+    """State between steps: a run, and its accepted compression."""
 
     trials: Trials
-    trained: Config
     compression: Compression
 
     def write(self, out: Path) -> None:
         """Write the run with the compression so far; collective."""
         pruned, trials = self.compression.pruned, self.trials
         shared = {table: trials.shared_vector(table, pruning) for table, pruning in pruned.items()}
-        trials.world.from_rank_zero(lambda: write_run(self.trained, trials, self.compression, shared, out))
+        trials.world.from_rank_zero(lambda: write_run(trials, self.compression, shared, out))
 
 
-def _compress(run: Finished, trained: Config, out: Path, request: Request, world: World) -> None:
+def _compress(run: Finished, out: Path, request: Request, world: World) -> None:
     trials = Trials(run, world, request.metric)
     trials.introduce()
     allowed = request.allowed(trials.base.metrics[request.metric])
-    stages, state = _stages(_State(trials, trained, trials.given), request, allowed, out)
+    stages, state = _stages(_State(trials, trials.given), request, allowed, out)
     state.write(out)
     world.from_rank_zero(lambda: write_report(stages, trials, request.max_loss, allowed, out))
 
@@ -171,8 +168,7 @@ def _distill(state: _State, request: Request, budget: float, teacher: Trials, fo
     loss = trials.loss(trials.given, "distill, the student")
     if loss.at_most > budget:
         return state, ""
-    config = load_config(student.checkpoint / "config.yaml", trust_code=request.trust_code)
-    return _State(trials, config, trials.given), f"a student {began}"
+    return _State(trials, trials.given), f"a student {began}"
 
 
 def _quantize(trials: Trials, before: Compression, budget: float) -> tuple[Compression, str]:

@@ -52,19 +52,17 @@ def finish_folder(out: Path) -> None:
     (out / _UNFINISHED).unlink()
 
 
-def write_run(
-    config: Config, trials: Trials, compression: Compression, shared: dict[str, torch.Tensor], out: Path
-) -> None:
+def write_run(trials: Trials, compression: Compression, shared: dict[str, torch.Tensor], out: Path) -> None:
     """Write a compressed run, with the training state of the original; on one rank.
 
     Args:
-        config: of the run as it was trained. shared: `Trials.shared_vector` of each pruned table.
+        shared: `Trials.shared_vector` of each pruned table.
         out: a folder that holds nothing but reports.
     """
     path, marker = trials.source.path, trials.source.marker
     facts = _facts(trials, compression)
-    model = narrower(config.model, trials.layers, compression.neurons)
-    config = replace(_config(config, compression, facts, out), model=model)
+    model = narrower(trials.trained.model, trials.layers, compression.neurons)
+    config = replace(_config(trials.trained, compression, facts, out), model=model)
     facts.save(out / FACTS)
     copy_files(footers_of(path), out / FOOTERS)
     tensors = {}

@@ -59,10 +59,14 @@ class Finished:
         data = replace(self.config.data, num_streams=world_size)
         return replace(self, config=replace(self.config, data=data))
 
-    def as_trained(self) -> Config:
+    @cached_property
+    def trained(self) -> Config:
+        """The config that the run was trained with; a class that it names has been trusted by `find_run`."""
+        return load_config(self.checkpoint / "config.yaml")
+
+    def with_trained_rows(self) -> Config:
         """Return the config with the rows of data.train that the run was trained on, whatever the user has changed."""
-        saved = load_config(self.checkpoint / "config.yaml", _NO_TRAINING, trust_code=True)  # its code runs already
-        own = {name: getattr(saved.data, name) for name in ("filter", "max_rows", "keep_negatives")}
+        own = {name: getattr(self.trained.data, name) for name in ("filter", "max_rows", "keep_negatives")}
         return replace(self.config, data=replace(self.config.data, **own))
 
     def absolute(self) -> "Finished":

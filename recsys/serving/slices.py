@@ -112,7 +112,7 @@ def _by_count(opened: OpenRun, columns: tuple[str, ...], bounds: Sequence[int], 
     Args:
         lists: whether columns may have lists of ids.
     """
-    config, asks = opened.run.as_trained(), dict.fromkeys(columns, "--cold")
+    config, asks = opened.run.with_trained_rows(), dict.fromkeys(columns, "--cold")
     data, filter = config.data, row_filter(config, "train")
     train = opened.world.from_rank_zero(
         lambda: open_dataset("data.train", data.train, asks, data.max_rows, filter, data)

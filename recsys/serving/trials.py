@@ -126,7 +126,7 @@ class Trials:
 
     Attributes:
         role: of the data for the comparison: data.valid, or data.test without it.
-        config, facts: of the opened run. source: its checkpoint.
+        trained: the config that the run was trained with. config, facts: of the opened run. source: its checkpoint.
         counts: number of times that data.train holds each row, int64 [rows] by table.
         layers: of the dense part, whose neurons can be pruned.
         base: trial that losses are relative to.
@@ -140,7 +140,7 @@ class Trials:
         in_order = run.in_order(world.world_size)  # so that two trials have the same rows in the same order
         opened = replace(in_order, config=looked_up_by_id(in_order.config))
         self._opened = OpenRun(opened, world, ["train", *roles, "items"])
-        self.config, self.source = self._opened.inputs.config, self._opened.source
+        self.trained, self.config, self.source = run.trained, self._opened.inputs.config, self._opened.source
         self.facts = self._opened.inputs.facts or Facts()
         codes = {name: table.quantize for name, table in run.config.tables.items() if table.quantize is not None}
         self.given = Compression(codes, dense_int8=run.config.precision.dense_int8)

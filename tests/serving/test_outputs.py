@@ -61,7 +61,7 @@ def test_ranks_of_commands_wait_for_each_other_by_what_the_config_allows(
         lambda: evaluate_module.evaluate(anything, []),
         lambda: predict_module.write_results(anything, tmp_path, anything, {}, anything),
         lambda: embeddings_module._write_table(anything, "item", tmp_path, None),
-        lambda: compress_module.compress(anything, anything, tmp_path, anything),
+        lambda: compress_module.compress(anything, tmp_path, anything),
     ]
     monkeypatch.setattr(watchdog, "open_world", open_world)
     for call in calls:

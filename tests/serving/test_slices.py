@@ -144,7 +144,7 @@ def test_cold_ids_of_a_struct_are_refused(tmp_path: Path) -> None:
     """Before data.train is counted, which would end with a traceback of Arrow's."""
     pq.write_table(pa.table({"device": [{"os": "ios"}, None]}), tmp_path / "a.parquet")
     config = load_config(ROOT / "configs" / "dlrm_sample.yaml", [f"data.train={tmp_path}/a.parquet"])
-    run = SimpleNamespace(config=config, as_trained=lambda: config)
+    run = SimpleNamespace(config=config, with_trained_rows=lambda: config)
     with (
         open_world(Device.cpu) as world,
         pytest.raises(UserError, match=r"'device' is struct<os: string>; it needs a column"),
