@@ -11,7 +11,7 @@ import pyarrow as pa
 from recsys.config import DataConfig
 from recsys.data.made import Made
 from recsys.data.order import RowGroups, Segment
-from recsys.data.storage import Storage, partition_keys
+from recsys.data.storage import BadDataError, Storage, partition_keys
 from recsys.errors import UserError
 
 
@@ -34,6 +34,7 @@ class Dataset:
             its size in bytes, and its `Footer.digest`.
         stored_rows: int64 [row groups], rows before the filter.
         made: the columns that are made of others: name → how.
+        head_number: number of the row group `head`; None: the first of `heads`.
     """
 
     key: str
@@ -51,6 +52,7 @@ class Dataset:
     file_digests: np.ndarray
     stored_rows: np.ndarray
     made: Mapping[str, Made] = field(default_factory=dict)
+    head_number: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -107,11 +109,20 @@ class Dataset:
         schema = pa.schema([*self.schema, *(pa.field(name, how.dtype) for name, how in made.items())])
         return replace(self, schema=schema, columns=(*self.columns, *made), made=made)
 
+    @property
+    def skipped(self) -> tuple[type[BadDataError], ...]:
+        """The errors that leave rows out instead of ending a run, for `contextlib.suppress`."""
+        return (BadDataError,) if self.key == "data.train" and self.options.max_bad_rows else ()
+
     @cached_property
     def head(self) -> Segment:
-        """The row group whose first rows serve as a sample: the first in a file with as many columns as any has."""
+        """The row group whose first rows serve as a sample."""
+        return self.row_groups.segment(int(self.heads()[0]) if self.head_number is None else self.head_number)
+
+    def heads(self) -> np.ndarray:
+        """Return the numbers of all row groups, those in files with the most columns first."""
         num_columns = np.array([len({*layout.names} & {*self.columns}) for layout in self.layouts])
-        return self.row_groups.segment(int(num_columns[self.file_layouts][self.row_groups.file].argmax()))
+        return np.argsort(-num_columns[self.file_layouts][self.row_groups.file], kind="stable")
 
     @cached_property
     def _of_paths(self) -> set[str]:

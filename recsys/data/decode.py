@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -100,9 +100,11 @@ class SegmentReader:
         return table.slice(segment.start, segment.num_rows)
 
     def tables(self) -> Iterator[pa.Table]:
-        """Yield the rows of the dataset, one row group after the other. Errors are those of `read`."""
+        """Yield the rows of the dataset, one row group after the other. Errors are those of `read`, unless skipped."""
         groups = self._dataset.row_groups
-        return (self.read(groups.segment(number)) for number in range(len(groups)))
+        for number in range(len(groups)):
+            with suppress(*self._dataset.skipped):
+                yield self.read(groups.segment(number))
 
     def row_group(self, number: int) -> pa.Table:
         """Return the matching rows of a row group, given by its number in the dataset. Errors are those of `read`."""
@@ -151,7 +153,8 @@ class SegmentReader:
         return future.result()
 
     def _is_filtered(self, group: _Group) -> bool:
-        return self._condition is not None and group.num_rows < group.stored_rows
+        may_skip = bool(self._dataset.skipped)  # then unreadable rows were counted as matching
+        return self._condition is not None and (group.num_rows < group.stored_rows or may_skip)
 
     def _matches(self, group: _Group) -> pa.ChunkedArray:
         return self._mask(self._read(group, is_filtered=True), group)

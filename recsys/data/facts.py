@@ -6,7 +6,7 @@ kept with the run.
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -274,7 +274,8 @@ def _pass(
         for i in mine:
             segment = dataset.row_groups.segment(i)
             # The rows get no name here, because a name would keep them while the next row group is decoded.
-            summaries[i] = summaries_of(reader.read(segment), segment)
+            with suppress(*dataset.skipped):
+                summaries[i] = summaries_of(reader.read(segment), segment)
             task.done += 1
     tables = {}
     for counted in list(counters):

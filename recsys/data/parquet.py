@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def open_dataset(
         save_footers(cache, read_for, filter, current)
     if not matching.any():
         raise UserError(f"{KEY}: no row of the Parquet files of '{shown}' ({key}) matches '{filter}'; {BY_DATASET}")
-    return narrowed(dataset, matching, max_rows)
+    return _with_readable_head(narrowed(dataset, matching, max_rows))
 
 
 def _no_rows(key: str, shown: str, filter: str | None) -> str:
@@ -86,19 +87,46 @@ def _no_rows(key: str, shown: str, filter: str | None) -> str:
 def _counted(
     condition: Condition, dataset: Dataset, files: Files, footers: Sequence[Footer]
 ) -> tuple[np.ndarray, list[Footer]]:
-    """Return how many rows of each row group match, int64, counting if footers do not say; and footers that do."""
+    """Return how many rows of each row group match, int64, counting if footers do not say; and footers that do.
+
+    If unreadable rows are left out, all rows of a row group that cannot be counted match: training then reads and
+    leaves them out, and counts them. Footers do not keep that, so that another start with other options counts again.
+    """
     schema = dataset.filter_schema
     matching = certain_rows(condition, schema, files, footers, dataset.layouts)
     unknown = np.flatnonzero(matching < 0)
     if len(unknown):
         logger.info("%s: counting the rows that match the filter in %d row groups", dataset.key, len(unknown))
-        task, count = Task("counting rows", len(unknown), "row groups"), SegmentReader(dataset, []).count
+        task, reader = Task("counting rows", len(unknown), "row groups"), SegmentReader(dataset, [])
+
+        def count(group: int) -> int:
+            with suppress(*dataset.skipped):
+                return reader.count(group)
+            return -1
+
         with task, ThreadPoolExecutor(min(16, num_cores()), "count") as pool:
             for group, num_rows in zip(unknown, pool.map(count, unknown.tolist()), strict=True):
                 matching[group] = num_rows
                 task.done += 1
     by_file = np.split(matching, np.cumsum([len(footer.num_rows) for footer in footers])[:-1])
-    return matching, [replace(footer, matching=rows.tolist()) for footer, rows in zip(footers, by_file, strict=True)]
+    footers = [
+        replace(footer, matching=rows.tolist() if (rows >= 0).all() else None)
+        for footer, rows in zip(footers, by_file, strict=True)
+    ]
+    return np.where(matching < 0, dataset.stored_rows, matching), footers
+
+
+def _with_readable_head(dataset: Dataset) -> Dataset:
+    """Let the head be the first row group that can be read, if up to `data.max_bad_rows` others may be left out."""
+    left = dataset.options.max_bad_rows
+    for number in dataset.heads().tolist() if dataset.skipped else ():
+        with suppress(*dataset.skipped):
+            SegmentReader(dataset).row_group(number)
+            return replace(dataset, head_number=number)
+        left -= dataset.row_groups.segment(number).num_rows
+        if left < 0:
+            break
+    return dataset
 
 
 def _read(

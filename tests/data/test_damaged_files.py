@@ -14,10 +14,14 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 from parquet_files import open_columns, read_all
+from thread_ranks import ALONE
 
 from recsys.config import DataConfig
+from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
-from recsys.data.parquet import read_column, read_head
+from recsys.data.facts import measure
+from recsys.data.parquet import open_dataset, read_column, read_head
+from recsys.data.spec import FloatColumn
 from recsys.data.storage import BadDataError
 from recsys.data.thrift import read_fields
 from recsys.errors import UserError
@@ -250,6 +254,33 @@ class Flipped:
                 return SegmentReader(self.dataset).read(self.dataset.row_groups.segment(group))
             finally:
                 os.pwrite(file.fileno(), self.content[place : place + 1], place)
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.valid"])
+def test_rows_that_may_be_left_out_stop_no_pass_over_the_training_data(tmp_path, key):
+    """A head, counts of a filter, and means are of what can be read; the rest counts as matching, for training."""
+    file = write(tmp_path / "a.parquet", {"x": [*range(40)], "y": [1.0] * 40}, row_group_size=10)
+    content = bytearray(file.read_bytes())
+    for group, name, _, start, end in pages(content, pq.read_metadata(file)):
+        if (group, name) in [(0, "y"), (1, "x")]:
+            content[(start + end) // 2] ^= 1
+    file.write_bytes(content)
+
+    def opened(most: int, cache: Path = tmp_path / "footers") -> Dataset:
+        options = DataConfig(max_bad_rows=most)
+        return open_dataset(key, str(file), {"y": "y"}, filter="x < 12 or x > 35", options=options, cache=cache)
+
+    for _ in range(2 if key == "data.train" else 0):
+        dataset = opened(20)
+        assert dataset.row_groups.num_rows.tolist() == [10, 10, 4] and dataset.head.number == 2
+        assert [table.num_rows for table in SegmentReader(dataset).tables()] == [4]
+        assert read_head(dataset, 9).num_rows == 4
+        assert measure(dataset, {}, [FloatColumn("y", "y")], ALONE).floats["y"].mean == 1
+        assert opened(19).head.number == 0
+    # Footers keep no count of rows that could not be read.
+    assert f"column 'x' of row group 1 of '{file}' cannot be read" in str(refusal(lambda: opened(0), BadDataError))
+    if key == "data.valid":
+        refusal(lambda: opened(20), BadDataError)
 
 
 def test_each_of_120_flipped_bits_in_pages_is_found(tmp_path):

@@ -180,21 +180,25 @@ def test_a_filter_by_row_keeps_steps_equal(logs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bad_rows_within_the_quota_are_left_out_on_all_ranks(logs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("filter", [None, "user != 'u1'"])
+def test_bad_rows_within_the_quota_are_left_out_on_all_ranks(logs: Path, tmp_path: Path, filter: str | None) -> None:
+    """Two row groups, the first one among them, in a column that a vocabulary is made of."""
     table = pq.read_table(logs / "rows" / "day=2026-11-01" / "part-0.parquet", partitioning=None)
     write(table, tmp_path / "part-0.parquet", 250)
     path = tmp_path / "part-0.parquet"
-    column = pq.read_metadata(path).row_group(3).column(0)
     content = bytearray(path.read_bytes())
-    content[(column.dictionary_page_offset or column.data_page_offset) + column.total_compressed_size - 20] ^= 4
+    for group in (0, 3):
+        column = pq.read_metadata(path).row_group(group).column(0)
+        content[(column.dictionary_page_offset or column.data_page_offset) + column.total_compressed_size - 20] ^= 4
     path.write_bytes(content)
-    options = (f"data.train={path}", "features.day.column=hour", "tables.user.mapping=hash", "tables.user.min_count=1")
-    options += ("tables.user.num_buckets=1", "features.amount.standardise=false", "features.amount.nulls=reserved")
+    options = (f"data.train={path}", "features.day.column=hour", f'data.filter="{filter}"' if filter else "seed=1")
     config = logs / "logs.yaml"
-    result = train(tmp_path / "run", *options, "data.max_bad_rows=250", config=config, nproc=2)
-    assert result["data"]["epochs"] == [{"expected": ROWS, "seen": ROWS - 250, "bad": 250, "skipped": 0}] * 2
-    words = ("train", config, f"run.dir={tmp_path}/few", *EACH_STEP, *options, "data.max_bad_rows=249")
-    assert "'data.max_bad_rows' allows 249" in run_recsys(*words, nproc=2, status=1)
+    result = train(tmp_path / "run", *options, "data.max_bad_rows=500", config=config, nproc=2)
+    readable = pa.concat_tables([table.slice(250, 500), table.slice(1000)])["user"].to_pylist()
+    seen = sum(user not in (None, "u1") or not filter for user in readable)
+    assert result["data"]["epochs"] == [{"expected": seen + 500, "seen": seen, "bad": 500, "skipped": 0}] * 2
+    words = ("train", config, f"run.dir={tmp_path}/few", *EACH_STEP, *options, "data.max_bad_rows=499")
+    assert "'data.max_bad_rows' allows 499" in run_recsys(*words, nproc=2, status=1)
 
 
 def test_one_filter_is_for_all_data_sets_of_rows(tmp_path: Path) -> None:
