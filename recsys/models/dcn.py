@@ -62,7 +62,6 @@ class DCN(Model):
 
     def __init__(self, config: DCNConfig, inputs: DenseInputs) -> None:
         super().__init__(inputs)
-        self.features = list(inputs.dims)
         self.attention = AttendedLists(config, inputs)
         floats = len(inputs.floats)
         layers = config.dropout, config.layer_norm
@@ -77,12 +76,11 @@ class DCN(Model):
         self.mlp = mlp(width, config.mlp, None, *layers)
         self.is_stacked = config.structure is CrossStructure.stacked
         mlp_width = config.mlp[-1] if config.mlp else width
-        self.last = nn.Linear(mlp_width if self.is_stacked else mlp_width + width, max(1, len(inputs.labels)))
+        self.last = nn.Linear(mlp_width if self.is_stacked else mlp_width + width, len(inputs.labels))
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits, [rows] for one label, or [rows, labels]."""
-        vectors = self.attention(vectors)
-        ids = [vectors[name] for name in self.features]
+        ids = list(self.attention(vectors).values())
         if self.embedding_dropout.p:
             ids = [self.embedding_dropout(torch.cat(ids, dim=1))]
         inputs = torch.cat([*ids, self.bottom(floats) if self.bottom else floats], dim=1)

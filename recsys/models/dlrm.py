@@ -62,7 +62,6 @@ class DLRM(Model):
     def __init__(self, config: DLRMConfig, inputs: DenseInputs) -> None:
         super().__init__(inputs)
         dims, num_floats = inputs.dims, len(inputs.floats)
-        self.features = features = list(dims)
         dim = config.embedding_dim or max(dims.values())
         self.projections = nn.ModuleDict(
             {module_name(name): nn.Linear(own, dim, bias=False) for name, own in dims.items() if own != dim}
@@ -70,25 +69,20 @@ class DLRM(Model):
         self.attention = AttendedLists(config, inputs)
         self.bottom = mlp(num_floats, config.bottom_mlp, dim, config.dropout) if num_floats else None
         self.embedding_dropout = RowDropout(config.embedding_dropout)
-        num_vectors = len(features) + (num_floats > 0)
+        num_vectors = len(dims) + (num_floats > 0)
         num_pairs = num_vectors * (num_vectors - 1) // 2
         self.keep_vectors = config.interaction is Interaction.dot_and_embeddings
         num_kept = num_vectors if self.keep_vectors else int(num_floats > 0)
         self._dots = PairwiseDots()
-        self.top = mlp(num_pairs + num_kept * dim, config.top_mlp, max(1, len(inputs.labels)), config.dropout)
+        self.top = mlp(num_pairs + num_kept * dim, config.top_mlp, len(inputs.labels), config.dropout)
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits, [rows] for one label, or [rows, labels]."""
-        vectors = self.attention(vectors)
-        return self._logits(
-            [
-                self.projections[module_name(name)](vectors[name])
-                if module_name(name) in self.projections
-                else vectors[name]
-                for name in self.features
-            ],
-            floats,
-        )
+        of_ids = [
+            self.projections[module_name(name)](vector) if module_name(name) in self.projections else vector
+            for name, vector in self.attention(vectors).items()
+        ]
+        return self._logits(of_ids, floats)
 
     def _logits(self, vectors: list[torch.Tensor], floats: torch.Tensor) -> torch.Tensor:
         if self.training and self.embedding_dropout.p > 0:

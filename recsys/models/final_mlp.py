@@ -79,7 +79,7 @@ class FinalMLP(Model):
         self.streams = nn.ModuleList(
             mlp(width, widths, None, config.dropout, config.layer_norm) for widths in (config.mlp_1, config.mlp_2)
         )
-        first, second, labels = config.mlp_1[-1], config.mlp_2[-1], max(1, len(inputs.labels))
+        first, second, labels = config.mlp_1[-1], config.mlp_2[-1], len(inputs.labels)
         self.linear = nn.Linear(first + second, labels)
         shape = (labels, config.num_heads, first // config.num_heads, second // config.num_heads)
         self.products = nn.Parameter(nn.init.xavier_normal_(torch.empty(shape)))

@@ -47,7 +47,6 @@ class FM(Model):
 
     def __init__(self, config: FMConfig, inputs: DenseInputs) -> None:
         super().__init__(inputs)
-        self.features = list(inputs.dims)
         self.attention = AttendedLists(config, inputs)
         dim = max(inputs.dims.values())
         self.embedding_dropout = RowDropout(config.embedding_dropout)
@@ -64,8 +63,8 @@ class FM(Model):
     def _stacked(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return the vectors of all features, [rows, features, dim]."""
         vectors = self.attention(vectors)
-        side_by_side = self.embedding_dropout(torch.cat([vectors[name] for name in self.features], dim=1))
-        ids = side_by_side.view(len(floats), len(self.features), -1)
+        side_by_side = self.embedding_dropout(torch.cat(list(vectors.values()), dim=1))
+        ids = side_by_side.view(len(floats), len(vectors), -1)
         return torch.cat([ids, in_parts(self._of_numbers, self.num_parts, floats)], dim=1)
 
     def _of_numbers(self, floats: torch.Tensor) -> torch.Tensor:

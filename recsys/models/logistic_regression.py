@@ -36,13 +36,11 @@ class LogisticRegression(Model):
 
     def __init__(self, config: LogisticRegressionConfig, inputs: DenseInputs) -> None:
         super().__init__(inputs)
-        self.features = list(inputs.dims)
         self.numbers = nn.Linear(len(inputs.floats), len(inputs.labels), bias=False) if inputs.floats else None
         self.bias = nn.Parameter(torch.zeros(len(inputs.labels)))
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, labels]."""
-        # In the order of the config: another order would change the rounding.
-        weights = sum(vectors[name][:, : len(self.bias)] for name in self.features)
+        weights = sum(vector[:, : len(self.bias)] for vector in vectors.values())
         logits = in_parts(self.bias.add, self.num_parts, weights)
         return logits if self.numbers is None else logits + self.numbers(floats)

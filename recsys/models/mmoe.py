@@ -41,7 +41,7 @@ class TaskModel(Model):
 
     def __init__(self, config: TaskConfig, inputs: DenseInputs) -> None:
         super().__init__(inputs)
-        self.features, number = list(inputs.dims), len(inputs.dims)
+        number = len(inputs.dims)
         self.width = sum(inputs.dims.values()) + len(inputs.floats) + config.dots * (number * (number - 1) // 2)
         self.attention = AttendedLists(config, inputs)
         self._config, self._dots = config, PairwiseDots()
@@ -52,8 +52,7 @@ class TaskModel(Model):
 
     def read(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return all features side by side, [rows, self.width]."""
-        vectors = self.attention(vectors)
-        of_ids = [vectors[name] for name in self.features]
+        of_ids = list(self.attention(vectors).values())
         if self._config.dots:
             of_ids.append(self._dots(of_ids))
         return torch.cat([*of_ids, floats], dim=1)

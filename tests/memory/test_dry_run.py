@@ -266,7 +266,7 @@ def test_a_prediction_leaves_no_fake_tensors_behind() -> None:
     from recsys.models import DenseInputs
     from recsys.models.dlrm import DLRM
 
-    model = DLRM(config.model, DenseInputs({"a": 8, "b": 8}, []))
+    model = DLRM(config.model, DenseInputs({"a": 8, "b": 8}, [], config.labels()))
     model({"a": torch.ones(2, 8), "b": torch.ones(2, 8)}, torch.empty(2, 0)).sum().backward()
 
 

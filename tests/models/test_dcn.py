@@ -16,7 +16,7 @@ def test_by_hand(structure: CrossStructure, rank: int | None, labels: int, botto
     torch.manual_seed(0)
     inputs = DenseInputs({"a": 4, "b": 8}, ["x"], {f"l{i}": LabelConfig() for i in range(labels)})
     model = DCN(DCNConfig(num_cross_layers=2, rank=rank, bottom_mlp=bottom, mlp=[5], structure=structure), inputs)
-    vectors, floats = {"b": torch.randn(3, 8), "a": torch.randn(3, 4)}, torch.randn(3, 1)
+    vectors, floats = {"a": torch.randn(3, 4), "b": torch.randn(3, 8)}, torch.randn(3, 1)
     logits = model(vectors, floats).view(3, labels)
     if bottom:
         first, second = (layer for layer in model.bottom if isinstance(layer, torch.nn.Linear))

@@ -16,7 +16,7 @@ def test_by_hand(labels: int) -> None:
     inputs = DenseInputs({"a": 4, "b": 8, "gate": 4}, ["x"], {f"l{i}": LabelConfig() for i in range(labels)})
     config = FinalMLPConfig(mlp_1=[6, 4], mlp_2=[8], num_heads=2, gate_1=["gate"], gate_mlp=[5])
     model = FinalMLP(config, inputs)
-    vectors = {"b": torch.randn(3, 8), "a": torch.randn(3, 4), "gate": torch.randn(3, 4)}
+    vectors = {"a": torch.randn(3, 4), "b": torch.randn(3, 8), "gate": torch.randn(3, 4)}
     floats = torch.randn(3, 1)
     logits = model(vectors, floats).view(3, labels)
     for row in range(3):

@@ -24,7 +24,7 @@ def test_fm_by_hand() -> None:
     torch.manual_seed(0)
     model, vectors, floats = (
         FM(FMConfig(), _INPUTS),
-        {"b": torch.randn(3, 4), "a": torch.randn(3, 4)},
+        {"a": torch.randn(3, 4), "b": torch.randn(3, 4)},
         torch.randn(3, 1),
     )
     torch.nn.init.constant_(model.bias, 0.3)
@@ -35,7 +35,7 @@ def test_fm_by_hand() -> None:
 def test_deepfm_by_hand() -> None:
     torch.manual_seed(0)
     model = DeepFM(DeepFMConfig(mlp=[5]), _INPUTS)
-    vectors, floats = {"b": torch.randn(3, 4), "a": torch.randn(3, 4)}, torch.randn(3, 1)
+    vectors, floats = {"a": torch.randn(3, 4), "b": torch.randn(3, 4)}, torch.randn(3, 1)
     rows = _rows(model, vectors, floats)
     expected = torch.stack([_logit(model, row) + model.mlp(torch.cat(row)[None])[0, 0] for row in rows])
     torch.testing.assert_close(model(vectors, floats), expected)
@@ -44,7 +44,7 @@ def test_deepfm_by_hand() -> None:
 def test_a_vector_of_numbers_is_one_feature() -> None:
     torch.manual_seed(0)
     model = DeepFM(DeepFMConfig(mlp=[5]), DenseInputs({"a": 4, "b": 4}, ["x", "v", "v", "w", "w", "w"], _LABELS))
-    vectors, floats = {"b": torch.randn(3, 4), "a": torch.randn(3, 4)}, torch.randn(3, 6)
+    vectors, floats = {"a": torch.randn(3, 4), "b": torch.randn(3, 4)}, torch.randn(3, 6)
     sums = [[floats[i, part] @ model.numbers[part] for part in (slice(1, 3), slice(3, 6))] for i in range(3)]
     rows = [row + of_vectors for row, of_vectors in zip(_rows(model, vectors, floats), sums, strict=True)]
     expected = torch.stack([_logit(model, row) + model.mlp(torch.cat(row)[None])[0, 0] for row in rows])

@@ -14,7 +14,7 @@ def test_by_hand(expert_mlp: list[int]) -> None:
     labels = {"click": LabelConfig(), "buy": LabelConfig()}
     config = MMoEConfig(num_experts=3, expert_mlp=expert_mlp, tower_mlp=[])
     model = MMoE(config, DenseInputs({"a": 4, "b": 4}, ["x"], labels))
-    vectors, floats = {"b": torch.randn(2, 4), "a": torch.randn(2, 4)}, torch.randn(2, 1)
+    vectors, floats = {"a": torch.randn(2, 4), "b": torch.randn(2, 4)}, torch.randn(2, 1)
     inputs = torch.cat([vectors["a"], vectors["b"], floats], dim=1)
     for task in range(2):
         for row in range(2):

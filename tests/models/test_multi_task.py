@@ -24,7 +24,7 @@ MODELS = {"ple": "{name: ple, expert_mlp: [16]}", "esmm": "{name: esmm, tower_ml
 
 def some_rows() -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    vectors, floats = {"b": torch.randn(3, 4), "a": torch.randn(3, 4)}, torch.randn(3, 1)
+    vectors, floats = {"a": torch.randn(3, 4), "b": torch.randn(3, 4)}, torch.randn(3, 1)
     return vectors, floats, torch.cat([vectors["a"], vectors["b"], floats], dim=1)
 
 
