@@ -165,8 +165,8 @@ def compress(arguments: Sequence[str]) -> int:
 
         with told_by_first_rank():
             metric = words.metric or run.trained.train.early_stop.metric or run.config.model.metric_names(run.config)[0]
-            steps, of_student = tuple(words.steps.split(",")), (tuple(words.student), tuple(words.overrides))
-            request = Request(steps, metric, words.max_loss, words.prune_by, *of_student, words.trust_code)
+            steps, student, overrides = tuple(words.steps.split(",")), tuple(words.student), tuple(words.overrides)
+            request = Request(steps, metric, words.max_loss, words.prune_by, student, overrides)
         return compress_run(run, words.out, request)
 
 

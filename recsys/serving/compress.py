@@ -48,7 +48,7 @@ class Request:
         metric: on data.valid, or without it on data.test. max_loss: allowed loss of the metric, as written by the user,
             with 95 % confidence.
         prune_by: of `IMPORTANCES`. student: of distill, `key=value` over the config so far.
-        overrides: `key=value` that name other data. trust_code: import the class that a run names as its model.
+        overrides: `key=value` that name other data.
     """
 
     steps: tuple[str, ...]
@@ -57,7 +57,6 @@ class Request:
     prune_by: str
     student: tuple[str, ...]
     overrides: tuple[str, ...]
-    trust_code: bool
 
     def check(self, run: Finished, world_size: int) -> None:
         """Raise a UserError for options that do not fit a run."""
@@ -163,7 +162,7 @@ def _distill(state: _State, request: Request, budget: float, teacher: Trials, fo
     start.mkdir(parents=True)
     state.write(start)
     run, began = train_student(teacher.source.path, start, folder, request.student)
-    student = find_run(str(run), request.overrides, request.trust_code)
+    student = find_run(str(run), request.overrides, trust_code=True)  # its class is the run's, or named by --student
     trials = Trials(student, teacher.world, request.metric, teacher)
     loss = trials.loss(trials.given, "distill, the student")
     if loss.at_most > budget:
