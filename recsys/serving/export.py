@@ -21,7 +21,7 @@ from recsys.data.decode import SegmentReader
 from recsys.data.footer_cache import kept_schema
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.data.spec import FloatColumn
-from recsys.data.wanted import item_column, needed_columns, role_features
+from recsys.data.wanted import columns_of, item_column, needed_columns, role_features, with_separators
 from recsys.errors import UserError
 from recsys.ids import ROUTE_SEED
 from recsys.runtime.files import replace_file
@@ -130,12 +130,14 @@ class _Export:
         for column in spec.ids:
             feature = config.features[column.name]
             entry: dict[str, Any] = {"name": column.name, "type": "id", "table": feature.table}
-            entry |= {"column": None, "cross": list(feature.cross)} if feature.cross else {"column": column.column}
+            columns = columns_of(config, column.name)
+            entry |= {"column": None, "cross": columns} if feature.cross else {"column": columns[0]}
+            entry |= {} if feature.separator is None else {"separator": feature.separator, "lists": True}
             entry |= {"pooling": "none" if column.name in unpooled else "mean" if column.name in averaged else "sum"}
             entry |= {"averaged_over": averaged.get(column.name)}
             entry |= {"nulls": column.null.name, "max_length": column.max_length, "keep": column.keep.name}
-            dtype = dtypes.get(column.column, pa.null())
-            if not feature.cross and not pa.types.is_null(dtype):
+            dtype = dtypes.get(column.column, pa.null())  # null for a column that is made of others
+            if not pa.types.is_null(dtype):
                 entry["lists"] = pa.types.is_nested(dtype)
             entry |= {"weights": column.weights, "boundaries": column.boundaries and list(column.boundaries)}
             entry |= {"route": _route_entry(config, feature.table or "")}
@@ -206,6 +208,9 @@ class _Export:
             "index": write_index(self._files, "items/index.arrow", corpus, 0),
             "vectors": {"file": file, "encoding": "fp32", "rows": len(corpus), "columns": dim, "stride": 4 * dim},
             "seen": config.data.seen_column,
+            "separators": {
+                columns_of(config, n)[0]: config.features[n].separator for n in with_separators(config, "users")
+            },
             "candidates": config.data.candidates_column,
         }
 

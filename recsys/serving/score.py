@@ -10,8 +10,8 @@ DATA is a Parquet file, a folder of such, or a glob. In a program:
     scores = scorer.score(table)                    # Arrow in, Arrow out, row for row
     best = scorer.recommend(users, k=20)
 
-manifest.json describes the files in the folder, and how a column becomes numbers. A batch goes from raw ids to hashes,
-to rows of tables, to vectors, to the sum of the vectors of each list; all vectors and floats then enter the ONNX graph.
+manifest.json describes the files, and how a column becomes numbers. A batch goes from raw ids to hashes, to rows of
+tables, to vectors, to the sum of the vectors of each list; all vectors and floats then enter the ONNX graph.
 """
 
 import argparse
@@ -276,13 +276,24 @@ def numbers_of(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return array.to_numpy(zero_copy_only=False), valid
 
 
-def lists_of(array: pa.Array, max_length: int | None, keep: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places in `array.values` of the elements of lists that are kept, and the lengths of these."""
+def split(texts: pa.Array, separator: str) -> pa.Array:
+    """Return the ids in texts as lists, without spaces around ids and without empty ones."""
+    if not is_text(texts.type) and texts.null_count < len(texts):
+        raise ExportError(f"only texts have a separator in them, found {texts.type}")
+    lists = pc.split_pattern(texts.cast(pa.string()).fill_null(""), separator)
+    ids = pc.utf8_trim_whitespace(lists.values)
+    before = np.append(0, np.cumsum(pc.not_equal(ids, "").to_numpy(zero_copy_only=False)))
+    return pa.ListArray.from_arrays(before[lists.offsets.to_numpy()], ids.filter(pc.not_equal(ids, "")))
+
+
+def lists_of(array: pa.Array, max_length: int | None = None, keep: str = "last") -> tuple[pa.Array, np.ndarray]:
+    """Return the elements of lists that are kept, end to end, and how many each list has."""
     bounds = array.offsets.to_numpy().astype(np.int64)
     lengths = np.diff(bounds) * array.is_valid().to_numpy(zero_copy_only=False)
     kept = lengths if max_length is None else np.minimum(lengths, max_length)
     starts = bounds[:-1] + (lengths - kept if keep == "last" else 0)
-    return np.repeat(starts - (np.cumsum(kept) - kept), kept) + np.arange(kept.sum()), kept
+    places = np.repeat(starts - (np.cumsum(kept) - kept), kept) + np.arange(kept.sum())
+    return stored(array.values).take(pa.array(places)), kept
 
 
 def has_field(kind: pa.DataType, name: str) -> bool:
@@ -383,7 +394,7 @@ class Mapping:
 
     def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
         self._entry = entry
-        self._index = Index(folder, entry["index"]) if entry["type"] == "vocabulary" else None
+        self._index: Any = Index(folder, entry["index"]) if entry["type"] == "vocabulary" else None
         if "kept" in entry:
             self._kept = np.fromfile(folder / entry["kept"], "<u8")
             ends = np.cumsum(np.bitwise_count(self._kept), dtype=np.int64)
@@ -427,8 +438,7 @@ class Mapping:
 
     def has(self, keys: Keys) -> np.ndarray:
         """Return which keys a vocabulary has, bool [keys]."""
-        assert self._index is not None
-        return self._index.find(keys, keys.hashes(self._entry["seed"])) >= 0
+        return np.asarray(self._index.find(keys, keys.hashes(self._entry["seed"])) >= 0)
 
 
 def chosen(keys: Keys, route: dict[str, Any], mappings: dict[str, Mapping]) -> np.ndarray:
@@ -462,12 +472,11 @@ def convert_ids(table: pa.Table, feature: dict[str, Any], mappings: dict[str, Ma
     """Return the table rows of a feature; `text` says whether the ids of the table were texts in training, if known."""
     mapping, lengths = mappings[feature["table"]], None
     array = crossed(table, feature["cross"]) if feature.get("cross") else column(table, feature["column"])
+    array = split(array, feature["separator"]) if feature.get("separator") else array
     weights = column(table, feature["weights"]) if feature.get("weights") else None
     if pa.types.is_list(array.type):
-        places, lengths = lists_of(array, feature.get("max_length"), feature["keep"])
-        if weights is not None:
-            weights = weights_of_lists(weights, array, feature)
-        array = stored(array.values).take(pa.array(places))
+        weights = None if weights is None else weights_of_lists(weights, array, feature)
+        array, lengths = lists_of(array, feature.get("max_length"), feature["keep"])
     elif weights is not None and pa.types.is_list(weights.type):
         raise ExportError(f"one id a row goes with one weight a row, but column '{feature['weights']}' has lists")
     check_kind(array, lengths is not None, feature, text)
@@ -488,18 +497,14 @@ def convert_ids(table: pa.Table, feature: dict[str, Any], mappings: dict[str, Ma
     if nulls != "empty" and not valid.all():
         mapped, all_rows = present, np.full((len(array), rows.shape[1]), NULL_ROW)
         all_rows[mapped] = rows
-        present = present | ~valid
-        rows = all_rows[present]
+        rows = all_rows[present := present | ~valid]
     if not present.all():
         weights = None if weights is None else weights.filter(pa.array(present))
         row_of = np.repeat(np.arange(len(table)), 1 if lengths is None else lengths)
         lengths = np.bincount(row_of[present], minlength=len(table))
-    k, factors = rows.shape[1], None
-    if weights is not None:
-        about = {"column": feature["weights"], "name": "weights of its ids", "fill": None}
-        factors = np.repeat(convert_floats(weights, about), k)
-    if k > 1:
-        lengths = np.full(len(table), k) if lengths is None else lengths * k
+    k, about = rows.shape[1], {"column": feature.get("weights"), "name": "weights of its ids", "fill": None}
+    factors = None if weights is None else np.repeat(convert_floats(weights, about), k)
+    lengths = lengths if k == 1 else np.full(len(table), k) if lengths is None else lengths * k
     return Ids(rows.reshape(-1), lengths, factors)
 
 
@@ -518,12 +523,11 @@ def weights_of_lists(weights: pa.Array, ids: pa.Array, feature: dict[str, Any]) 
     """Return the weights of the ids that are kept of lists."""
     if not pa.types.is_list(weights.type):
         raise ExportError(f"lists of ids go with lists of weights, but column '{feature['weights']}' is {weights.type}")
-    (_, own), (_, other) = (lists_of(array, None, "last") for array in (ids, weights))
+    (_, own), (_, other) = map(lists_of, (ids, weights))
     if len(wrong := np.flatnonzero(own != other)):
         row = wrong[0]
         raise ExportError(f"row {row} has {own[row]} ids, but {other[row]} weights in column '{feature['weights']}'")
-    places, _ = lists_of(weights, feature.get("max_length"), feature["keep"])
-    return stored(weights.values).take(pa.array(places))
+    return lists_of(weights, feature.get("max_length"), feature["keep"])[0]
 
 
 def buckets(array: pa.Array, boundaries: list[float]) -> pa.Array:
@@ -571,14 +575,13 @@ def vectors_of(array: pa.Array, dim: int, title: str) -> tuple[np.ndarray, np.nd
     if not pa.types.is_list(array.type):
         numbers, valid = (np.repeat(part, dim).reshape(-1, dim) for part in numbers_of(array))
         return numbers, valid
-    places, lengths = lists_of(array, None, "last")
+    elements, lengths = lists_of(array)
     is_there = lengths > 0
     if wrong := set(lengths[is_there].tolist()) - {dim}:
         raise ExportError(f"{title} must hold lists of {dim} numbers, found one of {min(wrong)}")
-    elements = stored(array.values)
     if not is_number(elements.type):
         raise ExportError(f"{title} must hold lists of {dim} numbers, found {array.type}")
-    given = [part.reshape(-1, dim) for part in numbers_of(elements.take(pa.array(places)))]
+    given = [part.reshape(-1, dim) for part in numbers_of(elements)]
     numbers, valid = (np.zeros((len(array), dim), part.dtype) for part in given)
     numbers[is_there], valid[is_there] = given
     return numbers, valid
@@ -785,8 +788,7 @@ class Scorer:
     def id_columns(self, graph: str) -> list[str]:
         """Return the columns of ids that a graph reads, without those that are known to hold lists."""
         names = self.manifest["graphs"].get(graph, {"features": []})["features"]  # for rankers `recommend` says more
-        features = (self._features[name] for name in names)
-        ids = (each for each in features if each["type"] == "id" and not each.get("lists"))
+        ids = [each for name in names if (each := self._features[name])["type"] == "id" and not each.get("lists")]
         return list(dict.fromkeys(each["column"] for each in ids if each["column"]))
 
     def outputs(self, graph: str, table: pa.Table) -> list[np.ndarray]:
@@ -798,8 +800,8 @@ class Scorer:
 
     def _outputs(self, graph: str, table: pa.Table) -> list[np.ndarray]:
         entry, session = self.manifest["graphs"][graph], self._graphs[graph]
-        parts = [self._inputs(table, self._features[name]) for name in entry["features"]]
-        inputs = {name: values for part in parts for name, values in part.items()}
+        ids = (each for name in entry["features"] if (each := self._features[name])["type"] == "id")
+        inputs = dict(chain.from_iterable(self._inputs(table, feature).items() for feature in ids))
         numbers = [self._features[name] for name in self.manifest["floats"]]
         ends = np.cumsum([0, *(feature.get("dim") or 1 for feature in numbers)])
         inputs["floats"] = floats = np.zeros((len(table), ends[-1]), np.float32)
@@ -812,8 +814,6 @@ class Scorer:
 
     def _inputs(self, table: pa.Table, feature: dict[str, Any]) -> dict[str, np.ndarray]:
         """Return the inputs of a graph from an id feature: a vector for each row, or for each id of its lists."""
-        if feature["type"] == "float":
-            return {}
         name, ids = feature["name"], self._ids(table, feature)
         vectors = self._vectors[feature["table"]].take(ids.rows)
         if feature["pooling"] == "none":
@@ -826,8 +826,7 @@ class Scorer:
             vectors = sums(vectors, ids.lengths)
         others = [self._features[other] for other in feature.get("averaged_over") or [] if other != name]
         if feature["pooling"] == "mean" and (others or ids.lengths is not None):
-            of_others = (self._ids(table, other).numbers(len(table)) for other in others)
-            numbers = sum(of_others, start=ids.numbers(len(table)))
+            numbers = sum((self._ids(table, other).numbers(len(table)) for other in others), ids.numbers(len(table)))
             vectors = vectors / np.maximum(numbers, 1)[:, None].astype(np.float32)
         return {f"vector:{name}": np.ascontiguousarray(vectors)}
 
@@ -841,9 +840,10 @@ class Scorer:
     def _positions(self, users: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the row, and the position among the items, of each id in a column, without null and unknown ids."""
         array, lengths = column(users, name), np.ones(len(users), np.int64)
+        if separator := (self._items or {}).get("separators", {}).get(name):
+            array = split(array, separator)
         if pa.types.is_list(array.type):
-            places, lengths = lists_of(array, None, "last")
-            array = stored(array.values).take(pa.array(places))
+            array, lengths = lists_of(array)
         keys = read_keys(array.drop_null(), where := f"column '{name}': ")
         positions = keys.spread(self._index.find(keys, keys.hashes(0), where))
         rows = np.repeat(np.arange(len(users)), lengths)[array.is_valid().to_numpy(zero_copy_only=False)]
