@@ -28,7 +28,6 @@ _MOST_LENGTH = 100  # of lists, by default
 _FEW_ROWS, _FEWER_ROWS = 1_000_000, 50_000
 _TELLS = 0.98  # AUC
 _LARGE = 10  # numbers farther from 0 than this are scaled down
-_MANY_DIVIDED = 0.1
 _FEW_NUMBERS = 50
 _ROWS_OF_AN_ID = 10
 _MOST_SPARE_ROWS = 10_000_000
@@ -128,7 +127,8 @@ def _use(column: Column) -> Use:
         (lengths,) = column.lengths[1:].nonzero()
         return Use("vector") if len(lengths) == 1 else Use("none", "numbers, as many as a row happens to have")
     if column.is_list:
-        return Use("id")
+        digits = column.separator is not None and column.least.isdigit() and column.greatest.isdigit()
+        return Use("id", "texts of digits, which cannot share a table with integers" if digits else "")
     if column.num_distinct == 1 and not column.num_nulls:
         return Use("none", "one value")
     if column.is_time:
@@ -141,8 +141,6 @@ def _use(column: Column) -> Use:
         return Use("number")
     if _looks_counted(column):
         return Use("number")
-    if column.divided > _MANY_DIVIDED and not column.is_list:
-        return Use("id", "is a text a list of several? Split it first, as by pyarrow.compute.split_pattern(texts, '|')")
     if column.num_distinct > 0.9 * (column.num_rows - column.num_nulls):
         return Use("none", "hardly a value is there twice")
     if NAMED_AS_TIME.search(column.name):
@@ -298,6 +296,7 @@ def _feature(column: Column, use: Use, name: str, table: str) -> str:
         keys.append(f"table: {_text(table)}")
         if column.is_list:
             longest = len(column.lengths) - 1
+            keys += [] if column.separator is None else [f"separator: {_text(column.separator)}"]
             keys.append(f"max_length: {min(max(1, longest), _MOST_LENGTH)}")
             note += f"; up to {longest:,} in a row" if longest > _MOST_LENGTH else ""
             note += "" if table == name else f"; those of {table}, it seems"

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.data.arrays import cast
+from recsys.data.made import lists_in
 from recsys.data.parquet import unified
 from recsys.datasets.logs import LogFile, LogFiles
 from recsys.ids import IdKeys, IdStatistics, is_text, read_keys
@@ -23,7 +24,14 @@ _MOST_COUNTED = 1 << 16  # distinct values; if there are more, a sample is kept
 _MOST_TIMES = 1 << 18  # kept of a column; if there are more, every second one, then every fourth and so on
 _TEXTS_OF_A_ROW_GROUP = 1000
 NAMED_AS_TIME = re.compile(r"(?i)(^|_)ts$|day$|hour|month|year|time|date")
-_DIVIDED = r"^[^|;]+([|;][^|;]+)+$"  # a list in a text
+# By what stands between them: texts that may be lists of ids. Commas are in prose and in numbers too.
+_IN_TEXTS = {
+    "|": r"^[^|]+(\|[^|]+)+$",
+    ";": r"""^[^;|()\[\]{}"]+(;[^;|()\[\]{}"]+)+$""",
+    ",": r"""^[^\s,.()\[\]{}"]+(,[^\s,.()\[\]{}"]+)+$""",
+}
+_WITH_COMMA = r"^-?\d+,\d+$|^-?\d{1,3}(,\d{3})+$"  # 1,50 and 1,234,567
+_MANY_IN_TEXTS = 0.1
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _UNITS = (1, 10**3, 10**6, 10**9)  # of a second
 _SINCE, _UNTIL = (int(datetime(year, 1, 1, tzinfo=timezone.utc).timestamp()) for year in (1990, 2100))
@@ -44,13 +52,13 @@ class Column:
         total: sum of the values, of integers and floats.
         is_whole: no value is a number with a fraction.
         lengths: how many rows have a list of each length, int64 [longest + 1].
-        divided: the share of texts, in a sample, that | or ; divides.
+        separator: what stands between the ids in its texts, whose lists are what the rest is about; None: nothing does.
     """
 
-    def __init__(self, name: str, dtype: pa.DataType, problem: str | None = None) -> None:
-        self.name, self.dtype, self.problem = name, dtype, problem
-        self.is_list = pa.types.is_list(dtype)
-        self.element = dtype.value_type if self.is_list else dtype
+    def __init__(self, name: str, dtype: pa.DataType, problem: str | None = None, separator: str | None = None) -> None:
+        self.name, self.dtype, self.problem, self.separator = name, dtype, problem, separator
+        self.is_list = pa.types.is_list(dtype) or separator is not None
+        self.element = dtype.value_type if pa.types.is_list(dtype) else dtype
         if problem is None and pa.types.is_nested(self.element):
             self.problem = f"values of type {dtype} are not read"
         self.is_in_all = True
@@ -62,7 +70,7 @@ class Column:
         self.total = 0.0
         self.lengths = np.zeros(1, np.int64)
         self._times: list[pa.Array] = []
-        self._num_texts = self._num_divided = 0
+        self._num_texts, self._num_divided = 0, dict.fromkeys(_IN_TEXTS, 0)
         self._num_times, self._every = 0, 1
 
     def add(self, rows: pa.Array) -> None:
@@ -71,6 +79,7 @@ class Column:
         self.num_rows += len(rows)
         self.num_nulls += rows.null_count
         rows = rows.drop_null()
+        rows = rows if self.separator is None else lists_in(rows, self.separator)
         if self.is_list:
             counts = np.bincount(pc.list_value_length(rows).to_numpy(), minlength=len(self.lengths))
             counts[: len(self.lengths)] += self.lengths
@@ -104,7 +113,11 @@ class Column:
         if pa.types.is_string(self.element):
             texts = values[:_TEXTS_OF_A_ROW_GROUP]
             self._num_texts += len(texts)
-            self._num_divided += pc.sum(pc.match_substring_regex(texts, _DIVIDED)).as_py()
+            for separator, pattern in _IN_TEXTS.items():
+                divided = pc.match_substring_regex(texts, pattern)
+                if separator == ",":
+                    divided = pc.and_not(divided, pc.match_substring_regex(texts, _WITH_COMMA))
+                self._num_divided[separator] += pc.sum(divided).as_py()
         if self.is_time:
             self._keep_times(values)
 
@@ -129,8 +142,19 @@ class Column:
         return any(_SINCE * unit <= self.least and self.greatest < _UNTIL * unit for unit in _UNITS)
 
     @property
-    def divided(self) -> float:
-        return self._num_divided / max(1, self._num_texts)
+    def possible_separator(self) -> str | None:
+        """What divides many texts of a sample, if anything does."""
+        separator, number = max(self._num_divided.items(), key=lambda pair: pair[1])
+        return separator if number > _MANY_IN_TEXTS * self._num_texts and not self.is_list else None
+
+    @property
+    def is_of_lists(self) -> bool:
+        """Whether the parts of its texts look like ids: they are there again, and not as many in each text.
+
+        Parts of an id such as `auth0|5f7c` are as many in each.
+        """
+        num_ids = int(self.lengths @ np.arange(len(self.lengths)))
+        return int(np.count_nonzero(self.lengths[1:])) > 1 and 2 * self.num_distinct < num_ids
 
     @cached_property
     def num_distinct(self) -> int:
@@ -166,13 +190,24 @@ def survey(files: LogFiles) -> dict[str, Column]:
     columns = {name: _column(name, list(dtypes[name])) for name in leaves}
     for name, column in columns.items():
         column.is_in_all = dtypes[name].total() == len(files)
-    readable = [column for column in columns.values() if column.problem is None]
+    _read([column for column in columns.values() if column.problem is None], files)
+    found = {name: column.possible_separator for name, column in columns.items() if not column.is_time}
+    split = {n: Column(n, columns[n].dtype, None, separator) for n, separator in found.items() if separator is not None}
+    _read([*split.values()], files)
+    for name, column in split.items():
+        column.is_in_all = columns[name].is_in_all
+    return columns | {name: column for name, column in split.items() if column.is_of_lists}
+
+
+def _read(columns: Sequence[Column], files: LogFiles) -> None:
+    """Add all rows to columns."""
+    if not columns:
+        return
     with Task("reading the log", len(files.row_groups()), "row groups") as task:
         for file in files:
             for group in range(file.num_row_groups):
-                _add(readable, file, group)
+                _add(columns, file, group)
                 task.done += 1
-    return columns
 
 
 def _add(columns: Sequence[Column], file: LogFile, group: int) -> None:

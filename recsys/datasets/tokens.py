@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recsys.data.made import lists_in
 from recsys.errors import UserError
 
 TOKENS_HELP = "text columns to split into lists of words: lower case, without English stop words"
@@ -27,21 +28,15 @@ def tokenize(column: pa.Array | pa.ChunkedArray, name: str) -> pa.ListArray:
     texts = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
     lists = pc.split_pattern_regex(texts, r"[^\p{L}\p{M}\p{N}]+")
     words = lists.flatten()
-    return _some(lists, words, pc.invert(pc.is_in(words, pa.array(["", *_ENGLISH.split()]))))
+    kept = pc.invert(pc.is_in(words, pa.array(["", *_ENGLISH.split()])))
+    before = np.concatenate([[0], np.cumsum(kept.to_numpy(zero_copy_only=False))])
+    offsets = before[np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())])]
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), words.filter(kept))
 
 
 def split_list(column: pa.Array, separator: str, dtype: pa.DataType) -> pa.ListArray:
-    """Strings to lists of ``dtype``; empty tokens are dropped, null gives an empty list.
+    """Strings to lists of ``dtype`` as `lists_in` makes them, except that null gives an empty list.
 
-    Spaces around a token are removed. Raises ArrowInvalid for a token that is not of ``dtype``.
+    Raises ArrowInvalid for a token that is not of ``dtype``.
     """
-    lists = pc.split_pattern(pc.fill_null(column, ""), separator)
-    tokens = pc.utf8_trim_whitespace(lists.flatten())
-    return _some(lists, tokens, pc.not_equal(tokens, "")).cast(pa.list_(dtype))
-
-
-def _some(lists: pa.ListArray, values: pa.Array, kept: pa.BooleanArray) -> pa.ListArray:
-    """Return `lists`, none of them null, with only the kept ones of `values`, which are their joined elements."""
-    before = np.concatenate([[0], np.cumsum(kept.to_numpy(zero_copy_only=False))])
-    offsets = before[np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())])]
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values.filter(kept))
+    return lists_in(pc.fill_null(column, ""), separator).cast(pa.list_(dtype))

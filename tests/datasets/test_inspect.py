@@ -93,7 +93,7 @@ def test_a_config_has_what_each_column_is(tmp_path: Path, capsys: pytest.Capture
         "device_os": {"column": "device.os", "table": "device_os"},
         "device_age": {"column": "device.age", "table": "device_age"},
         "text": {"type": "float", "dim": 8},
-        "tags": {"table": "tags"},
+        "tags": {"table": "tags", "separator": "|", "max_length": 3},
     }
     assert found["tables"]["item"] == {"num_embeddings": 1000, "embedding_dim": 16, "pooling": "mean"}
     cut = "2026-11-02 06:00:00"  # nine tenths of 2,000 minutes
@@ -109,7 +109,8 @@ def test_a_config_has_what_each_column_is(tmp_path: Path, capsys: pytest.Capture
         assert f"  # {name}: {why}" in text
     for name, why in (("always", "one value"), ("never", "no values"), ("broken", "NaN"), ("ragged", "as many as")):
         assert f"  # {name}: " in text and why in text.partition(f"# {name}: ")[2].partition("\n")[0]
-    assert re.search(r"  tags: {table: tags} # \d+ ids; is a text a list of several\? Split it first", text)
+    assert '  tags: {table: tags, separator: "|", max_length: 3} # 9 ids\n' in text
+    assert found["tables"]["tags"]["pooling"] == "mean"
     (margin,) = (line for line in printed.splitlines() if line.startswith("margin"))
     assert margin.split()[1:4] == [
         "double",
@@ -175,6 +176,43 @@ def test_folders_that_prepare_writes_are_taken_as_they_are(tmp_path: Path) -> No
     assert found["tables"]["user"]["mapping"] == "vocabulary"
     with pytest.raises(UserError, match=r"my\.yaml' already exists"):
         inspect(tmp_path, str(tmp_path / "shop"))
+
+
+@pytest.mark.parametrize(
+    ("texts", "separator"),
+    [
+        (["Action|Comedy", "Drama", "Action|Drama|Comedy", ""], "|"),
+        (["Action; Comedy", "Drama", "Action; Drama; Comedy", None], ";"),
+        (["12,57,3", "3,12", "57", ""], ","),
+        (["red,blue", "red", "blue,green,red", "green"], ","),
+        (["google|5f7c", "google|81aa", "mail|22", "mail|7"], None),  # as many parts in each
+        (["1,50", "1,234,567", "20", "3,75"], None),
+        (["48.1,11.5", "52.5,13.4", "1.2,3.4,5.6", "48.1,11.5"], None),
+        (["[1,2]", "[3]", "[1,2,3]", "[2]"], None),
+        (["Mozilla/5.0 (X11; Linux)", "Mozilla/5.0 (X11; Linux; U)", "curl", "lynx"], None),
+        (["one, two, and three", "two", "one, four", "three"], None),
+        ([f"a{i}|b{i}|c{i}"[: 5 + i % 7] for i in range(100)], None),  # hardly an id is there twice
+    ],
+)
+def test_lists_in_texts(texts: list[str | None], separator: str | None, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": texts * (5 if len(texts) < 10 else 1)}), tmp_path / "1.parquet")
+    column = survey(LogFiles("DATA", [tmp_path]))["x"]
+    assert (column.separator, column.is_list) == (separator, separator is not None)
+    if separator is not None:
+        assert column.num_distinct == 3 and len(column.lengths) == 4
+
+
+def test_numbers_in_texts_do_not_share_a_table_with_integers(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    history = [",".join(map(str, draw.integers(10, 60, n % 5))) for n in range(500)]
+    log = {"item": draw.integers(10, 60, 500), "history": history, "label": draw.integers(0, 2, 500)}
+    pq.write_table(pa.table(log), tmp_path / "a.parquet")
+    found = inspect(tmp_path, str(tmp_path / "a.parquet"))["features"]
+    assert (
+        found["history"] == {"table": "history", "separator": ",", "max_length": 4}
+        and found["item"]["table"] != "history"
+    )
+    assert "# 50 ids; texts of digits, which cannot share a table with integers\n" in (tmp_path / "my.yaml").read_text()
 
 
 def test_files_without_a_column_and_of_other_types(tmp_path: Path) -> None:
