@@ -30,9 +30,9 @@ from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.signals import ending_orderly
 from recsys.runtime.versions import installed_versions
 from recsys.runtime.world import World, open_world
-from recsys.serving import export_dense
 from recsys.serving.export_dense import (
     DenseExport,
+    GraphInputs,
     GraphSpec,
     check_packages,
     load_dense,
@@ -173,7 +173,7 @@ class _Export:
         dims = dims_of(config)
         weighted = self._inputs.spec("rows").weighted
         sequences = {name: config.features[name].max_length for name in config.unpooled_features()}
-        inputs = export_dense.Inputs(dims, len(float_columns(config)), sequences, weighted)
+        inputs = GraphInputs(dims, len(float_columns(config)), sequences, weighted)
         dense = DenseExport(self._files, model, inputs, config.precision.dense_int8)
         weights = {} if config.precision.dense_int8 else {"weights": dense.write_weights()}
         features = role_features(config, "rows")

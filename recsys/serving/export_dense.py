@@ -65,8 +65,8 @@ def load_dense(config: Config, source: Source) -> Model:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Inputs of the dense part.
+class GraphInputs:
+    """Inputs of graphs of the dense part.
 
     Attributes:
         dims: embedding_dim of the id features. sequences: most ids in a list, or None for any number, of the features
@@ -104,14 +104,16 @@ class Inputs:
 
 
 class Graph(nn.Module):
-    """The dense part as a function of tensors, in the order of `Inputs.names`.
+    """The dense part as a function of tensors, in the order of `GraphInputs.names`.
 
     Args:
         features: id features among the inputs; the others have an empty list in every row.
         results: computes the outputs of the graph from those of the model.
     """
 
-    def __init__(self, model: Model, inputs: Inputs, features: Sequence[str], results: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, model: Model, inputs: GraphInputs, features: Sequence[str], results: Callable[[Any], Any]
+    ) -> None:
         super().__init__()
         self.model, self._inputs, self._features, self._results = model, inputs, list(features), results
 
@@ -154,7 +156,7 @@ class DenseExport:
         in_int8: linear layers are rounded to INT8, and graphs hold their weights themselves.
     """
 
-    def __init__(self, files: Files, model: Model, inputs: Inputs, in_int8: bool) -> None:
+    def __init__(self, files: Files, model: Model, inputs: GraphInputs, in_int8: bool) -> None:
         self._files, self._model, self._inputs, self._in_int8 = files, model, inputs, in_int8
         self._weights = {parameter_name(name): value for name, value in model.state_dict().items()}
         self._places, at = dict[str, int](), 0
