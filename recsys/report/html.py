@@ -6,6 +6,7 @@ from html import escape
 from importlib.resources import files
 
 _LONG = 60  # characters: longer cells may have several lines
+_SEPARATOR = re.compile(r"(?<=\w[._])(?=[^\W\d])")  # where a name that is wider than a phone is broken
 _NUMBER = re.compile(r"–$|≈? ?-?[\d,]+(\.\d+)?(e[+-]\d+)?($|%| (bytes|[KMGTP]iB)|[^ ]? \()")
 
 
@@ -53,7 +54,7 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], n
             f"<td class={'long' if len(cell) > _LONG and side == 't' else side}>{_inner(cell)}</td>"
             for cell, side in zip(cells, sides[1:], strict=True)
         )
-        body.append(f"<tr><th scope=row>{_inner(name)}</th>{line}</tr>")
+        body.append(f"<tr><th scope=row>{_SEPARATOR.sub('<wbr>', escape(name))}</th>{line}</tr>")
     label = escape(caption)
     return (
         f"<div class=scroll tabindex=0 role=region aria-label='{label}'><table><caption>{label}</caption>"

@@ -28,6 +28,9 @@ LABELS = f"""base: {ROOT}/{RANKER}
 data: {{label_column: null, labels: {{click: label, early: hour < 12}}}}
 model: {{name: mmoe, num_experts: 2, expert_mlp: [16], tower_mlp: [8]}}
 """
+LONG = f"""base: {ROOT}/{RANKER}
+data: {{label_column: null, labels: {{a_name_wider_than_the_half_of_a_phone: label, other: label}}}}
+"""
 LOOKS = [(scheme, width) for scheme in ("light", "dark") for width in (390, 1280)]
 
 
@@ -45,6 +48,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train("failed", RANKER, "optimizer.dense.name=sgd", "optimizer.dense.learning_rate=1e30")
     (folder / "labels.yaml").write_text(LABELS)
     train("multitask", f"{folder}/labels.yaml")
+    (folder / "long.yaml").write_text(LONG)
+    train("long", f"{folder}/long.yaml")
     clicks = ["data/sample/train", "--where", "label == 1", "--time", "day", "--item-features", "category"]
     assert main(["prepare", "retrieval", *clicks, "--out", f"{folder}/clicks"]) == 0
     parts = (f"data.{part}={folder}/clicks/{part}" for part in ("train", "valid", "test", "items"))
@@ -78,7 +83,7 @@ def opened(browser: Any, path: Path, scheme: str = "light", width: int = 1280) -
 
 
 @pytest.mark.parametrize(("scheme", "width"), LOOKS)
-@pytest.mark.parametrize("name", ["ranker", "retrieval", "multitask", "failed", "two", "compared"])
+@pytest.mark.parametrize("name", ["ranker", "retrieval", "multitask", "long", "failed", "two", "compared"])
 def test_a_page_of_a_run(name: str, scheme: str, width: int, runs: Path, browser: Any) -> None:
     with opened(browser, runs / name / "report.html", scheme, width) as page:
         page.screenshot(path=runs / f"{name}-{scheme}-{width}.png", full_page=True)

@@ -29,7 +29,7 @@ from recsys.report.record import Record, open_record
 from recsys.report.text import number, size
 
 CONFIG = "configs/dlrm_sample.yaml"
-_VOID = ("meta", "link", "path", "rect", "circle", "polyline", "polygon", "br")
+_VOID = ("meta", "link", "path", "rect", "circle", "polyline", "polygon", "br", "wbr")
 
 
 class Page(HTMLParser):
@@ -373,3 +373,4 @@ def test_bars_and_tables() -> None:
     rows = [["a", "1.5 MiB", "word", Html("<i>1</i>")], ["b", "–", "2", Html("")]]
     assert re.findall(r"scope=col class=(.)", table("T", "wxyz", rows)) == ["t", "n", "t", "n"]
     assert "class=n" not in table("T", "wxyz", rows, numbers=False)
+    assert ">click.<wbr>log_<wbr>loss<" in table("T", "yz", [["click.log_loss", "0.5"]])  # a phone may be narrower
