@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import cycle, islice
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +26,19 @@ from recsys.runtime.threads import decode_in_processes, decoding_threads, window
 _NUMBER_BYTES = 8  # of an id, unless it is a text
 _ORDER_BYTES = 12  # of a row of a window, while the window is shuffled
 _FEW_WINDOWS, _EPOCHS_SEEN = 4, 4  # if all streams have fewer windows, those of so many epochs are looked at
+
+
+class _Held(NamedTuple):
+    """Rows of a dataset that a loader has in windows.
+
+    Attributes:
+        rows: the most at once. largest: those of the largest window. read: those of all windows that it makes, with
+            some of them again if there are further epochs.
+    """
+
+    rows: int
+    largest: int
+    read: int
 
 
 def streams_of_a_rank(config: Config, world_size: int) -> int:
@@ -53,19 +67,19 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
     roles = sizes if {"valid", "test"} & sizes.keys() else {}  # a corpus alone is not evaluated
     # Windows of evaluations exist besides those of training, and keep their memory for the next evaluation.
     by_role = {role: _held_rows(inputs, role) for role in ("train", *roles)}
-    held, largest, are_all = by_role["train"]
-    samples = {role: Sample(inputs, role) for role in roles}
-    samples["train"] = sample
-    of_evaluation = max((samples[role].row_bytes * by_role[role][0] for role in roles), default=0)
+    held = by_role["train"]
+    replaced = held.largest if held.rows < held.read or _reaches_second_epoch(inputs) else 0
+    samples = {"train": sample} | {role: Sample(inputs, role) for role in roles}
+    of_evaluation = max((samples[role].row_bytes * by_role[role].rows for role in roles), default=0)
     distinct = dict(zip(sample.names, sample.distinct_ids(train_rows), strict=True))
     vocabularies, counted, texts = _vocabularies(config, inputs, distinct, sample.text_bytes())
     return DataFacts(
         mean_ids=_mean_ids(config, sample.mean_ids(), world_size),
-        most_ids=_most_ids(inputs, sample, held),
+        most_ids=_most_ids(inputs, sample, held.rows),
         id_bytes=inputs.spec("train").dtype.itemsize,
-        window_bytes=int(sample.window_bytes(held, 0 if are_all and config.train.epochs == 1 else largest)),
+        window_bytes=int(sample.window_bytes(held.rows, replaced)),
         eval_window_bytes=int(of_evaluation),
-        decoding=_decoding_by_rank(inputs, samples, {role: rows for role, (_, rows, _) in by_role.items()}),
+        decoding=_decoding_by_rank(inputs, samples, {role: of.largest for role, of in by_role.items()}),
         eval_rows=roles,
         source=sample.source,
         vocabulary_bytes=vocabularies + _drawn_bytes(inputs),
@@ -73,7 +87,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         counted_texts=texts,
         counted_shown=_shown(inputs, sample, counted, world_size),
         counted_bytes=_counted_bytes(inputs, sample, counted),
-        statistics_bytes=sum(map(statistics_bytes, distinct.values())),
+        statistics_bytes=sum(map(statistics_bytes, sample.distinct_ids(min(train_rows, held.read)))),
         num_items=0 if inputs.corpus is None else len(inputs.corpus),
         listed_items=max(samples[role].listed for role in samples),
         eval_ids=_eval_ids(config, {role: rows.mean_ids() for role, rows in samples.items()}),
@@ -196,27 +210,29 @@ def _num_threads(inputs: Inputs) -> int:
     return decoding_threads(inputs.config.data.num_threads, inputs.world.device, inputs.world.local_world_size)
 
 
-def _held_rows(inputs: Inputs, role: str) -> tuple[int, int, bool]:
-    """Return the most rows in windows that a loader's streams hold at once, the rows of the largest window, and whether
-    all windows of the first epoch are held at once.
+def _held_rows(inputs: Inputs, role: str) -> _Held:
+    """Return what a loader's streams hold, in training up to the last step.
 
     A stream holds the windows of the current batch, several if they are small, and those decoded ahead.
     """
-    held, largest, loader = 0, 0, inputs.loader(role)
-    epochs, of_epoch = inputs.config.train.epochs if role == "train" else 1, loader.window_rows()
+    held, largest, read, loader, train = 0, 0, 0, inputs.loader(role), inputs.config.train
+    epochs, of_epoch = train.epochs if role == "train" else 1, loader.window_rows()
     streams = of_epoch
     if epochs > 1 and max(map(len, streams), default=0) < _FEW_WINDOWS:  # other epochs cut them elsewhere
         streams = loader.window_rows(min(epochs, _EPOCHS_SEEN))
     ahead = windows_ahead(_num_threads(inputs), len(streams))
     of_batch = loader.batch_size / max(1, len(streams))
+    trained = math.inf if role != "train" or train.max_steps is None else train.max_steps * of_batch
     for rows, first in zip(streams, of_epoch, strict=True):
         if not rows:  # if there are few rows, some streams have none
             continue
         at_once = ahead + max(1, min(len(first), math.ceil(of_batch * len(rows) / sum(rows))))
         following = islice(cycle(rows), min(at_once, epochs * len(rows)) - 1) if epochs > 1 else []
-        held += int(np.convolve([*rows, *following], np.ones(at_once, int)).max())
-        largest = max(largest, *rows)
-    return held, largest, held >= sum(map(sum, of_epoch))
+        made = [*rows, *following]
+        made = made[: int(np.searchsorted(np.cumsum(made), trained)) + 1 + ahead]  # for as long as there are steps
+        held += int(np.convolve(made, np.ones(at_once, int)).max())
+        largest, read = max(largest, *made), read + sum(made)
+    return _Held(held, largest, read)
 
 
 def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[tuple[int, int, int]]:

@@ -187,10 +187,13 @@ def test_few_windows_are_cut_elsewhere_in_other_epochs(tmp_path: Path, monkeypat
 
 def test_a_batch_holds_all_windows_that_its_rows_are_cut_from(tmp_path: Path) -> None:
     """The windows of the epoch have 1,000, 2,000, 4,000, 8,000 and 15,000 rows."""
-    settings = {"data.num_threads": 0, "data.num_streams": 1, "data.window_mib": 1}
+    settings = {"data.num_threads": 0, "data.num_streams": 1, "data.window_mib": 1, "train.global_batch_size": 100}
     sizes = (100, ROWS // 3, ROWS)
-    held = [facts_of(tmp_path, 1000, **settings, **{"train.global_batch_size": n}).window_bytes for n in sizes]
+    held = [facts_of(tmp_path, 1000, **{**settings, "train.global_batch_size": n}).window_bytes for n in sizes]
     assert np.array(held) / held[0] * 15_000 == pytest.approx([15_000, 23_000, ROWS], rel=1e-4)
+    # A run that ends after a few steps does not make the later ones.
+    short = [facts_of(tmp_path, 1000, **settings, **{"train.max_steps": n}).window_bytes for n in (5, 15, 31)]
+    assert np.array(short) / held[0] * 15_000 == pytest.approx([1000, 2000, 4000], rel=1e-4)
 
 
 @pytest.mark.parametrize("row_group_rows", [ROWS, 1000])
