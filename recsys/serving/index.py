@@ -16,7 +16,6 @@ from recsys.runtime.logs import logger
 from recsys.runtime.parquet import STREAMED
 
 INDEX, REPORT = "_index.faiss", "_index.json"  # readers of Parquet folders skip names with an underscore in front
-KINDS = ("flat", "ivfpq")
 _K, _OWN_QUERIES = 20, 1000
 _ROWS_AT_ONCE = 1 << 13
 _PER_LIST = 64  # vectors to learn a centroid from; FAISS warns below 39
@@ -38,7 +37,7 @@ def build_index(folder: Path, kind: str, queries: np.ndarray | None, source: str
     numbers of a vector, or less if there are few vectors to learn from; for a single vector it is flat.
 
     Args:
-        folder: of `Parts`, with column `vector`. kind: of `KINDS`.
+        folder: of `Parts`, with column `vector`. kind: `flat` or `ivfpq`.
         queries: float32 [queries, dim] to measure the recall on; None: some of the vectors. source: of the queries,
             for the report.
     """
