@@ -231,6 +231,15 @@ def test_states_are_kept_as_numbers(number):
     assert again.summary(mapping) == statistics.summary(mapping)
 
 
+def test_states_leave_what_is_counted_where_it_is():
+    """What a thread that saves makes anew is in its own heap, beside the holes that it leaves in others."""
+    statistics, mapping = IdStatistics(), HashMapping(1000, 0)
+    count(mapping, np.arange(3000), np.arange(2500, 4000), statistics=statistics)
+    seen = statistics.sample.seen
+    assert statistics.summary(mapping)["distinct_ids"] == len(statistics.state()) - 5 == 4000
+    assert statistics.sample.seen is seen
+
+
 def test_what_was_counted_earlier_counts():
     whole, first, second = (IdStatistics() for _ in range(3))
     mapping = HashMapping(100, 0)
