@@ -91,7 +91,7 @@ def test_the_history_of_allocations_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 
     class OnGPU:
         def __enter__(self) -> Any:
-            return SimpleNamespace(device=CUDA, world_size=1, from_rank_zero=lambda make: make())
+            return SimpleNamespace(device=CUDA, world_size=1, from_rank_zero=lambda make: make()), None
 
         def __exit__(self, *_: object) -> None: ...
 

@@ -51,7 +51,7 @@ class RunConfig:
     # OpenMP threads of a rank. Default: 1 with a GPU, else its share of the cores, less one if it has more than two.
     num_threads: int | None = bounded(None, 1, 1024)
     profile_steps: int = bounded(0, 0, 10_000)  # trace this many steps, from the 13th on, to RUN/profile/rank_K.json
-    # Seconds without progress of a rank in training, after which it is named and the run ends; not with --debug.
+    # Seconds without progress (other commands: an answer) of a rank until it is named and all end; not with --debug.
     stuck_after_s: float = bounded(600, 2, 1e8)
     track: TrackConfig = field(default_factory=TrackConfig)
 

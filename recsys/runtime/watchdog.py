@@ -2,8 +2,8 @@
 
 About once a second, every rank reports through the store what it is doing. It reads the reports of the others only when
 it makes no progress itself. Ranks wait for each other in collectives, so all of them look stuck when one is; the one
-that the others wait for has begun the fewest collectives, or does not answer at all. Before and after training, where
-progress is not reported, the watchdog only looks for ranks that do not answer.
+that the others wait for has begun the fewest collectives, or does not answer at all. Where progress is not reported,
+before and after training and in other commands, the watchdog only looks for ranks that do not answer.
 """
 
 import faulthandler
@@ -13,7 +13,8 @@ import socket
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,14 +28,24 @@ _KEY = "watchdog"
 _FAILURE_GRACE_S = 10.0  # within this time, a rank notices by itself that another has failed
 _LEAD_S = 120.0  # between naming a stuck rank and the timeout of collectives
 _LAST_RESORT_S = 20.0  # time for an orderly end, before the process is ended without one
+_LONGEST_PAUSE_S = 30.0  # between two looks for ranks that do not answer
 
 
-def open_run_world(run: RunConfig) -> AbstractContextManager[World]:
-    """Open the world as section `run` of a config says; see `open_world`.
+@contextmanager
+def open_run_world(run: RunConfig, watches: bool = True) -> Iterator[tuple[World, "Watchdog"]]:
+    """Open the world as section `run` of a config says, see `open_world`, and watch whether other ranks answer.
 
     Collectives wait longer than a rank may go without progress, so that a stuck rank is named before they time out.
+
+    Args:
+        watches: false with a debugger, which stops this process.
     """
-    return open_world(run.device, run.num_threads, max(DEFAULT_TIMEOUT_S, run.stuck_after_s + _LEAD_S))
+    timeout_s = max(DEFAULT_TIMEOUT_S, run.stuck_after_s + _LEAD_S)
+    with (
+        open_world(run.device, run.num_threads, timeout_s) as world,
+        Watchdog(world, run.stuck_after_s if watches else math.inf) as watchdog,
+    ):
+        yield world, watchdog
 
 
 @dataclass
@@ -57,11 +68,10 @@ class Watchdog:
 
     Args:
         stuck_after_s: seconds without progress after which a rank counts as stuck; infinite: nothing is watched.
-        log: file of this rank's log, to which the Python stacks of all threads are appended.
     """
 
-    def __init__(self, world: World, stuck_after_s: float, log: Path) -> None:
-        self._world, self._limit_s, self._log = world, stuck_after_s, log
+    def __init__(self, world: World, stuck_after_s: float) -> None:
+        self._world, self._limit_s = world, stuck_after_s
         self._store = world.store.clone()  # type: ignore[attr-defined]
         self._phase, self._step, self._mark = "", 0, 0.0
         self._watched = False
@@ -80,7 +90,6 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         if math.isfinite(self._limit_s):
-            self._stacks = self._log.open("a")
             self._store.set_timeout(timedelta(seconds=max(1.0, self._limit_s / 4)))
             self._tell()
             self._world.barrier()  # so that every rank has reported once
@@ -89,16 +98,19 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._stacks is None:
-            return
-        self._ended.set()
-        self._thread.join(timeout=5.0)
-        self._store_thread.join(timeout=5.0)
-        faulthandler.cancel_dump_traceback_later()
-        if error is None:
-            self._tell(finished=True)
-        if not self._thread.is_alive():
+        if math.isfinite(self._limit_s):
+            self._ended.set()
+            self._thread.join(timeout=5.0)
+            self._store_thread.join(timeout=5.0)
+            faulthandler.cancel_dump_traceback_later()
+            if error is None:
+                self._tell(finished=True)
+        if self._stacks is not None and not self._thread.is_alive():
             self._stacks.close()
+
+    def keep_stacks(self, log: Path) -> None:
+        """Let the Python stacks of all threads be appended to this rank's log when it ends; to be called once."""
+        self._stacks = log.open("a")
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Record progress: the main thread now does `phase` of step `step`, by default the last step given."""
@@ -162,7 +174,7 @@ class Watchdog:
         self._store.set(f"{_KEY}/{self._world.rank}", json.dumps(asdict(beat)))
 
     def _place(self) -> str:
-        return f"{self._phase} of step {self._step}" if self._phase else "start"
+        return f"{self._phase} of step {self._step}" if self._phase else ""
 
     def _judge(self, now: float) -> Exception | None:
         """Return the error with which this rank must end, if there is one."""
@@ -183,8 +195,8 @@ class Watchdog:
         return self._slowest(beats, age)
 
     def _judge_answers(self, now: float) -> Exception | None:
-        """Return the error for ranks that do not answer, while this one is not watched; look ten times per limit."""
-        if now - self._looked_at < self._limit_s / 10:
+        """Return the error for ranks that do not answer, while this one is not watched."""
+        if now - self._looked_at < min(self._limit_s / 10, _LONGEST_PAUSE_S):
             return None
         self._looked_at, beats = now, self._beats()
         silent = self._silent(beats, now, self._limit_s)
@@ -208,10 +220,10 @@ class Watchdog:
     def _describe_silent(self, silent: dict[int, float], beats: list[Beat]) -> str:
         them = "; ".join(
             f"rank {rank} on {beats[rank].host} is stuck: it has not answered for {seconds:.0f} s or more (its process "
-            f"is stopped, or its machine or the network is gone), and was last heard of in {beats[rank].place}"
+            f"is stopped, or its machine or the network is gone){_in(beats[rank].place, ', and was last heard of')}"
             for rank, seconds in silent.items()
         )
-        return f"{them}; rank {self._world.rank} waits for it in {self._place()}"
+        return f"{them}; rank {self._world.rank} waits for it{_in(self._place())}"
 
     def _slowest(self, beats: list[Beat], age: float) -> Exception | None:
         """Judge the ranks that have begun the fewest collectives, which the others wait for."""
@@ -221,7 +233,7 @@ class Watchdog:
             return StuckError(
                 f"rank {self._world.rank} on {socket.gethostname()} is stuck in {self._place()}{self._line()}: no "
                 f"progress for {age:.0f} s, and config key 'run.stuck_after_s' allows {self._limit_s:g}; its Python "
-                f"stack is in '{self._log}'"
+                f"stack is in '{self._stacks.name if self._stacks else 'the output'}'"
             )
         beat = beats[rank]
         # It came to this place later than this rank and may still go on; or it ends by itself, with a better message.
@@ -250,14 +262,18 @@ class Watchdog:
             return None
         return LostPeerError(
             f"the process that keeps the ranks' store has not answered for {now - asked_at:.0f} s (rank 0, or its "
-            f"launcher: it is stopped, or its machine or the network is gone), and rank {self._world.rank} waits in "
-            f"{self._place()}{self._broken}"
+            f"launcher: it is stopped, or its machine or the network is gone), and rank {self._world.rank} "
+            f"waits{_in(self._place())}{self._broken}"
         )
 
     def _end(self, error: Exception) -> None:
-        stacks = self._stacks or sys.stderr
-        faulthandler.dump_traceback_later(_LAST_RESORT_S, exit=True, file=stacks)
-        faulthandler.dump_traceback(stacks, all_threads=True)
+        faulthandler.dump_traceback_later(_LAST_RESORT_S, exit=True, file=self._stacks or sys.stderr)
+        if self._stacks is not None:
+            faulthandler.dump_traceback(self._stacks, all_threads=True)
         if isinstance(error, StuckError):
             announce(self._store, self._world.rank, error)
         end_run(error)
+
+
+def _in(place: str, before: str = "") -> str:
+    return f"{before} in {place}" if place else ""

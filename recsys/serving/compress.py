@@ -100,7 +100,7 @@ def compress(run: Finished, out: Path, request: Request) -> int:
         UserError: the request or the data do not fit the model, or the folder is not empty.
     """
     quiet_libraries()
-    with open_run_world(run.config.run) as world, output_lock() as lock:
+    with open_run_world(run.config.run) as (world, _), output_lock() as lock:
         world.agree(lambda: request.check(run, world.world_size))
         world.from_rank_zero(lambda: begin_folder(out, lock))
         check_shared(out, lock, world, "OUT")

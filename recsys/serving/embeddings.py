@@ -78,7 +78,7 @@ def embeddings(
 
 def _write_table(run: Finished, table: str, out: Path, data: str | list[str] | None) -> int:
     quiet_libraries()
-    with open_run_world(run.config.run) as world, naming_data(), output_lock() as lock:
+    with open_run_world(run.config.run) as (world, _), naming_data(), output_lock() as lock:
         vectors = open_table(run, verify_checkpoint(run.checkpoint, world), world, table, data)
         starts = range(0, vectors.num_ids, BLOCK_ROWS)
         rows = [min(BLOCK_ROWS, vectors.num_ids - start) for start in starts]

@@ -89,7 +89,7 @@ def evaluate(run: Finished, roles: Sequence[str], extras: Extras = Extras()) -> 
     """
     quiet_libraries()
     config, start = run.config, time.monotonic()
-    with open_run_world(config.run) as world:
+    with open_run_world(config.run) as (world, _):
         if extras.by or extras.group or extras.bootstrap:
             run = run.in_order(world.world_size)
         opened = OpenRun(run, world, ["items"], *(_given(config, role, extras) for role in roles))

@@ -85,7 +85,7 @@ def write_results(
     """
     quiet_libraries()
     config = run.config
-    with open_run_world(config.run) as world, naming_data():
+    with open_run_world(config.run) as (world, _), naming_data():
         opened = OpenRun(run.in_order(world.world_size), world, roles, given)
         task = {
             "checkpoint": {"path": str(run.checkpoint), "files": opened.source.marker.files},

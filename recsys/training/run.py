@@ -1,6 +1,5 @@
 """A run from its config to its result: makes the run directory, trains, evaluates, reports."""
 
-import math
 import shutil
 import time
 from collections.abc import Callable
@@ -67,7 +66,7 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
         LostPeerError: another rank ended.
     """
     quiet_libraries()
-    with open_run_world(asked.run) as world, TemporaryDirectory() as scratch:
+    with open_run_world(asked.run, not asked.debug) as (world, watchdog), TemporaryDirectory() as scratch:
         if asked.debug and world.world_size > 1:
             raise UserError("--debug runs one process; start it without torchrun")
         check_alike(asked, world)
@@ -94,10 +93,9 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
             if world.rank == 0:
                 store.set(_LOCK, lock.id)
             store.set(_RUN_DIR, str(run_dir))
-            log = start_logging(run_dir / "logs", world.rank)
-            with Watchdog(world, math.inf if config.debug else config.run.stuck_after_s, log) as watchdog:
-                session = _Session(run_dir, footers, instead, timeline, explained, watchdog, lock)
-                return _run(inputs, session, publisher_of)
+            watchdog.keep_stacks(start_logging(run_dir / "logs", world.rank))
+            session = _Session(run_dir, footers, instead, timeline, explained, watchdog, lock)
+            return _run(inputs, session, publisher_of)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ LIMIT_S = 100.0
 def watchdog(tmp_path: Path) -> Iterator[Watchdog]:
     """That of rank 0 of three, which has made no progress for longer than it may, in the backward pass of step 7."""
     with open_world(Device.cpu, 1) as world:
-        watchdog = Watchdog(replace(world, world_size=3), LIMIT_S, tmp_path / "rank_0.log")
+        watchdog = Watchdog(replace(world, world_size=3), LIMIT_S)
+        watchdog.keep_stacks(tmp_path / "rank_0.log")
         watchdog._store.set_timeout(timedelta(seconds=1))
         watchdog.enter("backward", 7)
         watchdog._mark -= LIMIT_S + 1
@@ -128,9 +129,7 @@ def keep_store(pipe: Connection) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_store_that_does_not_answer_is_told(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_does_not_answer_is_told(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a machine that is frozen: an answer never comes, and its connections are not closed."""
     with forking() as context:
         mine, theirs = context.Pipe()
@@ -147,7 +146,7 @@ def test_a_store_that_does_not_answer_is_told(
     with open_world(Device.cpu, 1) as world:
         store = dist.TCPStore("127.0.0.1", mine.recv(), is_master=False)
         store.set("failure", "")
-        watched = Watchdog(replace(world, store=store), 2.0, tmp_path / "rank_0.log")
+        watched = Watchdog(replace(world, store=store), 2.0)
         with pytest.raises(KeyboardInterrupt), watched as watchdog:  # a run that fails tells the store nothing more
             watchdog.enter("forward", 7)
             os.kill(keeper.pid or 0, number)

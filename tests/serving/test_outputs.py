@@ -1,7 +1,9 @@
 """What commands write to: what cannot be written is refused, and nothing is left in the way of the next attempt."""
 
+import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from recsys.serving import compress as compress_module
 from recsys.serving import embeddings as embeddings_module
 from recsys.serving import evaluate as evaluate_module
 from recsys.serving import export as export_module
+from recsys.serving import finished
 from recsys.serving import predict as predict_module
 from recsys.serving.parts import Parts
 from recsys.training import run as run_module
@@ -54,7 +57,7 @@ def test_ranks_of_commands_wait_for_each_other_by_what_the_config_allows(
         waits.append(timeout_s)
         raise UserError("no world")
 
-    anything: Any = SimpleNamespace(device=None, num_threads=None, stuck_after_s=7200.0)
+    anything: Any = SimpleNamespace(device=None, num_threads=None, stuck_after_s=7200.0, debug=False)
     anything.run = anything.config = anything
     calls: list[Callable[[], object]] = [
         lambda: run_module.run(anything),
@@ -68,6 +71,24 @@ def test_ranks_of_commands_wait_for_each_other_by_what_the_config_allows(
         with pytest.raises(UserError, match="no world"):
             call()
     assert waits == [7320.0] * len(calls)
+
+
+def hold_the_lock_of_python() -> None:
+    """Let rank 1 not answer for a while when it builds the model, like a process that is stopped."""
+    build_model = finished.build_model
+
+    def held(inputs: Any) -> Any:
+        ctypes.PyDLL(None).sleep(5 if os.environ["RANK"] == "1" else 0)
+        return build_model(inputs)
+
+    finished.build_model = held
+
+
+def test_a_rank_of_a_command_that_does_not_answer_is_named(run: Path, tmp_path: Path) -> None:
+    """Ranks would wait for it for ten minutes, whatever the key says."""
+    words = ("predict", run, "data/sample/test", tmp_path / "out", "run.stuck_after_s=2")
+    said = run_recsys(*words, nproc=2, status=1, before=hold_the_lock_of_python)
+    assert re.search(r"rank 1 on \S+ is stuck: it has not answered for 2 s .*; rank 0 waits for it\n", said), said
 
 
 def commands(run: Path, folder: Path) -> dict[str, tuple[object, ...]]:
