@@ -26,6 +26,7 @@ from recsys.data.storage import Storage
 from recsys.errors import UserError, nearest
 from recsys.ids import KeptRows, build_mapping, is_text, read_vocabulary
 from recsys.runtime.parquet import ROW_GROUP_ROWS, STREAMED, prepare_parquet, write_parquet
+from recsys.runtime.signals import ending_orderly
 from recsys.runtime.threads import computed_by_one_thread
 
 VECTOR = "vector"
@@ -67,7 +68,7 @@ def export_table(source: Path, table: str, out: Path) -> int:
     if (optimizer := marker.meaning.get(f"tables.{table}.optimizer.name")) is not None:
         metadata[_OPTIMIZER] = optimizer.encode()
     batches = _batches(path, {column: marker.tensors[name] for column, name in columns.items()}, vocabulary)
-    with computed_by_one_thread():
+    with ending_orderly(), computed_by_one_thread():
         write_parquet(out, (batch.replace_schema_metadata(metadata) for batch in batches))
     return marker.tensors[TABLES + table].size[0]
 

@@ -19,7 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 from launch import ROOT, environment, run_recsys
 
+from recsys.checkpoint import parquet as tables
 from recsys.errors import UserError
+from recsys.runtime import parquet as write
 from recsys.runtime import watchdog
 from recsys.runtime.run_lock import LOCK_FILE, RunLock
 from recsys.serving import compress as compress_module
@@ -170,6 +172,23 @@ def test_an_export_that_a_signal_ends_leaves_nothing(run: Path, tmp_path: Path) 
     ):
         assert recsys("export", run, tmp_path / "out", status=status, before=before) == line
         assert not list(tmp_path.iterdir())
+
+
+def terminated_table() -> None:
+    batches, write.ROW_GROUP_ROWS = tables._batches, 10
+
+    def end(*arguments: Any) -> Any:
+        yield from batches(*arguments)  # by then, a file lies aside
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(9)
+
+    tables._batches = end
+
+
+def test_a_table_that_sigterm_ends_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    words = ("tables", "export", run, "item", tmp_path / "item.parquet")
+    assert recsys(*words, status=143, before=terminated_table) == "ended by SIGTERM"
+    assert not list(tmp_path.iterdir())
 
 
 STATES = [("done", None), ("done", "1"), ("done", 2), ("done", -1), ("task", []), ("task", None), ("rows", "x")]
