@@ -28,6 +28,7 @@ from recsys.errors import UserError
 from recsys.memory import Timeline
 from recsys.memory.advice import Explained, limit_memory
 from recsys.memory.dry_run import rehearse_run
+from recsys.memory.fakes import fake_tensors
 from recsys.runtime import threads
 from recsys.step.optim import build_dense_optimizer
 from recsys.tables.spec import fill_initial
@@ -100,6 +101,19 @@ def test_the_history_of_allocations_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
     with pytest.raises(Asked):
         run.run(load_config(CONFIG, ["memory.snapshot=true"]))
+
+
+def test_a_prediction_leaves_the_generator_of_the_gpu_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run has set it, and predicts after that; a model is made by the seed of the config."""
+    states: list[object] = ["as saved"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", states.append)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: (states[-1], device))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.append((*state, device)))
+    with fake_tensors():
+        torch.manual_seed(7)
+    assert states == ["as saved", 7, ("as saved", 3, 3)]
 
 
 def test_a_snapshot_of_memory_is_left_beside_the_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,9 @@ def fake_tensors() -> Iterator[None]:
     # A user's own model may draw from Python's and NumPy's generators, and torch draws numbers for fake collectives.
     python, numpy = random.getstate(), np.random.get_state()
     add_missing_shapes()
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # a seed is one of the GPU's too
     # --debug checks whether values are finite, and fake tensors have no values.
-    with torch.random.fork_rng(devices=[]), torch.autograd.set_detect_anomaly(False), FakeTensorMode():
+    with torch.random.fork_rng(gpus), torch.autograd.set_detect_anomaly(False), FakeTensorMode():
         try:
             yield
         finally:
