@@ -114,6 +114,11 @@ class Dataset:
         """The errors that leave rows out instead of ending a run, for `contextlib.suppress`."""
         return (BadDataError,) if self.key == "data.train" and self.options.max_bad_rows else ()
 
+    @property
+    def split(self) -> dict[str, str]:
+        """The columns of lists that are made of texts, and those of the texts."""
+        return {name: how.columns[0] for name, how in self.made.items() if how.separator is not None}
+
     @cached_property
     def head(self) -> Segment:
         """The row group whose first rows serve as a sample."""

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recsys.data.arrays import drop_nulls, whole
+from recsys.data.arrays import whole
 from recsys.errors import UserError
 from recsys.ids import hash_column, hash_integers, is_text, numpy_view
 
@@ -68,30 +68,40 @@ def lists_in(texts: pa.Array, separator: str) -> pa.ListArray:
 
     Spaces around ids, and empty ids, are left out. Raises pa.ArrowInvalid for texts that are not UTF-8.
     """
-    lists = pc.split_pattern(texts.cast(pa.string()), separator)
-    lengths = pc.list_value_length(lists).fill_null(0).to_numpy()
-    ids = pc.utf8_trim_whitespace(lists.flatten())
-    is_there = pc.not_equal(ids, "")
-    before = np.append(0, np.cumsum(is_there.to_numpy(zero_copy_only=False)))
-    ends = pa.array(before[np.append(0, np.cumsum(lengths))], pa.int32())
-    return pa.ListArray.from_arrays(ends, ids.filter(is_there), mask=texts.is_null())
+    lists = _encoded_lists(texts, separator)
+    return _with_values(lists, lists.values.dictionary_decode())
 
 
 def _split(texts: pa.Array, separator: str) -> pa.ListArray:
+    """Return the ids in texts as lists of dictionaries; those of a dictionary are split once, if most occur again."""
+    if not pa.types.is_dictionary(texts.type):
+        return _encoded_lists(texts, separator)
+    if 2 * len(texts.dictionary) > len(texts):  # taking each list from those of the entries would take longer
+        return _encoded_lists(texts.dictionary_decode(), separator)
+    lists = _encoded_lists(texts.dictionary, separator)
+    taken = _with_values(lists, lists.values.indices).take(texts.indices)
+    return _with_values(taken, pa.DictionaryArray.from_arrays(taken.values, lists.values.dictionary))
+
+
+def _encoded_lists(texts: pa.Array, separator: str) -> pa.ListArray:
     """Return the ids in texts as lists of dictionaries, whose entries are distinct.
 
-    Of a dictionary of texts, each entry that is in use is split once.
+    What is done to ids is done to the distinct ones, since copies of all of them took more memory than the texts.
     """
-    places = None
-    if pa.types.is_dictionary(texts.type):
-        used, indices = np.zeros(len(texts.dictionary), bool), texts.indices
-        used[numpy_view(drop_nulls(indices) if indices.null_count else indices)] = True
-        texts, places = texts.dictionary.filter(pa.array(used)), pa.array(np.cumsum(used) - 1).take(indices)
-    lists = lists_in(texts, separator)
-    ids = lists.values.dictionary_encode()
-    lists = pa.ListArray.from_arrays(lists.offsets, ids.indices, mask=lists.is_null())
-    lists = lists if places is None else lists.take(places)
-    values = pa.DictionaryArray.from_arrays(lists.values, ids.dictionary)
+    lists = pc.split_pattern(texts.cast(pa.string()), separator)
+    parts = lists.values.dictionary_encode()
+    ids = pc.utf8_trim_whitespace(parts.dictionary).dictionary_encode()
+    indices, offsets, entries = ids.indices.take(parts.indices), lists.offsets, ids.dictionary
+    if len(empty := np.flatnonzero(pc.equal(entries, "").to_numpy(zero_copy_only=False))):
+        is_there = numpy_view(indices) != empty[0]
+        before = np.zeros(len(indices) + 1, np.int32)
+        np.cumsum(is_there, out=before[1:])
+        indices, offsets = indices.filter(pa.array(is_there)), pa.array(before[numpy_view(offsets)])
+    values = pa.DictionaryArray.from_arrays(indices, entries)
+    return pa.ListArray.from_arrays(offsets, values, mask=texts.is_null())
+
+
+def _with_values(lists: pa.ListArray, values: pa.Array) -> pa.ListArray:
     return pa.ListArray.from_arrays(lists.offsets, values, mask=lists.is_null())
 
 

@@ -237,8 +237,8 @@ def with_made(dataset: Dataset, made: Mapping[str, Made]) -> Dataset:
         UserError: a column has a type that does not fit, or texts that are not UTF-8.
         BadDataError: see `SegmentReader.read`.
     """
-    dataset, lists = dataset.with_made(made), [name for name, how in made.items() if how.separator is not None]
-    if not lists:
+    dataset = dataset.with_made(made)
+    if not (lists := [*dataset.split]):
         return dataset
     head = SegmentReader(dataset, lists).head(dataset.head.number, min(_SAMPLED_ROWS, dataset.head.num_rows))
     num_ids = sum(pc.sum(pc.list_value_length(column)).as_py() or 0 for column in head.columns)

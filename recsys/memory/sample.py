@@ -153,11 +153,10 @@ class Sample:
         self._times = {name: longer if name in lists else 1.0 for name in table.column_names}
         in_file = SegmentReader(dataset).in_file(dataset.head.number)
         of_head = self.rows / max(1.0, stored_rows(dataset)[dataset.head.number])  # for rows of average length
-        absent = InFile(0, 0, 0, 0, False)
+        read = {n: (in_file.get(n, InFile(0, 0, 0, 0, False)), of_head / self._times[n]) for n in table.column_names}
+        read |= {name: (_in_texts(table.column(texts)), 1.0) for name, texts in dataset.split.items()}
         self._columns = {
-            name: _Column.of(
-                column, partial(self._distinct, name), in_file.get(name, absent), of_head / self._times[name]
-            )
+            name: _Column.of(column, partial(self._distinct, name), *read[name])
             for name, column in zip(table.column_names, table.columns, strict=True)
         }
         self._lengths = {
@@ -245,6 +244,13 @@ class Sample:
         """Yield for each feature the approximate number of distinct ids in so many rows."""
         for name in self._sources:
             yield 0.0 if name is None else self._distinct(name).among(num_rows / self.rows)
+
+
+def _in_texts(texts: pa.ChunkedArray) -> InFile:
+    """Return what texts are to the ids in them: held twice while they are split, out of their dictionary and in parts,
+    each of which may be a new entry in the dictionary of ids."""
+    num_bytes = texts.cast(pa.binary()).nbytes
+    return InFile(2 * num_bytes, num_bytes, 0, 0, False)
 
 
 def _by_row_group(dataset: Dataset) -> tuple[float, float]:

@@ -95,13 +95,13 @@ def test_what_is_an_id() -> None:
 @pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
 def test_columns_of_any_kind(kind: pa.DataType) -> None:
     texts = pa.array(["c", "a|b", None, "b| a|b", "", "a|b"]).cast(kind)
-    for column in (texts, texts.slice(1, 4), texts.slice(0, 0)):
+    for column in (texts, texts.slice(1, 4), texts.slice(0, 0), texts.take(pa.array([*range(6)] * 3)).slice(1)):
         made = with_made(pa.table({"x": column}), {"made": Made(("x",), "|")}).column("made").combine_chunks()
         plain = column.cast(pa.string()).to_pylist()
         assert made.to_pylist() == [ids_of(text, "|") for text in plain]
         assert made.type == pa.list_(pa.dictionary(pa.int32(), pa.string()))
         entries = made.values.dictionary.to_pylist()
-        assert sorted(entries) == sorted({part for text in plain for part in ids_of(text, "|") or ()}), "those in use"
+        assert len(entries) == len({*entries}), "each is hashed once"
     chunks = pa.chunked_array([["a|b"], [None, "b"]])
     assert with_made(pa.table({"x": chunks}), {"y": Made(("x",), "|")})["y"].to_pylist() == [["a", "b"], None, ["b"]]
 
