@@ -163,8 +163,15 @@ class Drawn:
                 return None
             return [None if self._chance(nulls) else value(i + j) for j in range(self.dice.integers(0, 6))]
 
+        def text(i: int) -> str | None:
+            parts = ids(i)
+            return None if parts is None else " |".join(f"{part}" for part in parts if part is not None)
+
         self.columns[column] = pa.list_(kind), ids
-        if self._chance(0.4):
+        if self.tables[settings["table"]]["mapping"] != "identity" and self._chance(0.3):
+            self.columns[column] = pa.string(), text
+            settings["separator"] = "|"
+        elif self._chance(0.4):
             settings["weights"] = f"weights of {column}"
 
     def _vector_feature(self, name: str) -> None:
