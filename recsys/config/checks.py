@@ -131,7 +131,10 @@ def _check_id(key: str, feature: FeatureConfig) -> None:
 
 def _check_separator(key: str, feature: FeatureConfig) -> None:
     if not feature.separator:
-        raise UserError(f"config key '{key}.separator' is empty, but must be what stands between two ids, such as '|'")
+        raise UserError(
+            f"config key '{key}.separator' is empty, but must be what stands between two ids; YAML needs quotes around "
+            f"some signs: '\"|\"'"
+        )
     for name, why in (("cross", "one id a row"), ("boundaries", "numbers"), ("weights", "lists in the data")):
         if getattr(feature, name) is not None:
             raise UserError(

@@ -131,7 +131,9 @@ def _back(before: Mapping[str, str], config: Config) -> str:
     """Return how to give keys the values that they had before."""
     # For a model of the user's own, whose class may have changed since.
     gone = [key for key in before if key.startswith("model.") and not hasattr(config.model, key.split(".")[1])]
-    settings = " ".join(f"{key}={value}" for key, value in before.items() if key not in gone)
+    # A shell would take the quotes away that YAML needs.
+    values = {key: shlex.quote(value) if value.startswith('"') else value for key, value in before.items()}
+    settings = " ".join(f"{key}={value}" for key, value in values.items() if key not in gone)
     class_back = f"give the class of model.name its key {', '.join(gone)} back" if gone else ""
     set_back = f"set {settings or 'them as they were'}" if settings or not gone else ""
     return " and ".join(filter(None, (set_back, class_back)))
@@ -222,4 +224,4 @@ def _shown(settings: dict[str, Any], key: str) -> str:
     value = settings.get(key, _NOT_SET)
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return f"[{', '.join(value)}]"
-    return value if isinstance(value, str) else json.dumps(value)
+    return as_value(value) if isinstance(value, str) else json.dumps(value)
