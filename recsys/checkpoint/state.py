@@ -61,6 +61,11 @@ class TrainState:
     window: dict[str, list[float]] = field(default_factory=dict)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
+    @property
+    def rows_read(self) -> int:
+        """Rows in the steps so far, without those that could not be read."""
+        return sum(trained + skipped for trained, _, skipped in self.epoch_rows)
+
     def updates_of(self, table: str) -> int:
         """Return how many updates of a table its optimizer's state has seen; some correct their moments by this."""
         return self.updates_before.get(table, 0) + self.step - self.bad_steps - self.overflows

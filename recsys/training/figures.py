@@ -45,7 +45,7 @@ def log_tables(writer: Writer, step: int, inputs: Inputs, built: Built, state: T
     if inputs.config.run.track.row_norms:
         log_row_norms(writer, step, built.tensors.tables(), inputs.world)
     if step == state.step < num_steps:
-        for feature, figures in inputs.id_report(state.position.num_rows).items():
+        for feature, figures in inputs.id_report(state.rows_read).items():
             writer.log(IDS + feature, {"step": step, **figures})
 
 

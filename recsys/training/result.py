@@ -73,7 +73,7 @@ def _data_report(inputs: Inputs, state: TrainState) -> dict[str, Any]:
     for epoch, (seen, bad, skipped) in enumerate(state.epoch_rows):
         expected = position.rows if epoch == position.epoch else train.num_rows - num_left_out
         epochs.append({"expected": expected, "seen": seen, "bad": bad, "skipped": skipped})
-    ids = inputs.id_report(position.num_rows)
+    ids = inputs.id_report(state.rows_read)
     return {
         "rows": train.num_rows,
         "files": train.num_files,

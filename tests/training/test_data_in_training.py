@@ -197,6 +197,10 @@ def test_bad_rows_within_the_quota_are_left_out_on_all_ranks(logs: Path, tmp_pat
     readable = pa.concat_tables([table.slice(250, 500), table.slice(1000)])["user"].to_pylist()
     seen = sum(user not in (None, "u1") or not filter for user in readable)
     assert result["data"]["epochs"] == [{"expected": seen + 500, "seen": seen, "bad": 500, "skipped": 0}] * 2
+    train(tmp_path / "stopped", *options, "data.max_bad_rows=500", "train.max_steps=3", config=config)
+    resumed = train(tmp_path / "stopped", *options, "data.max_bad_rows=500", "run.resume=true", config=config)
+    for counted in (found["data"]["ids"]["user"] for found in (result, resumed)):  # read ahead at the stop, in part
+        assert counted["ids"] + counted["nulls"] == pytest.approx(2 * seen, abs=1)
     words = ("train", config, f"run.dir={tmp_path}/few", *EACH_STEP, *options, "data.max_bad_rows=499")
     assert "'data.max_bad_rows' allows 499" in run_recsys(*words, nproc=2, status=1)
 
