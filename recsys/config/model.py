@@ -40,6 +40,7 @@ class Needs:
 
     Attributes:
         labels: whether it is trained and evaluated on labels of rows.
+        ordered_labels: whether a label can be positive only in rows in which the label before it is.
         sequences: id features whose lists it reads as a vector for each id, not one for the list.
         item_id: of a retrieval model, the feature that identifies the items of data.items.
         item_features: of a retrieval model, the features of items; all others are a user's.
@@ -53,6 +54,7 @@ class Needs:
     """
 
     labels: bool = True
+    ordered_labels: bool = False
     sequences: tuple[str, ...] = ()
     item_id: str | None = None
     item_features: tuple[str, ...] = ()

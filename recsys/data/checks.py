@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -141,7 +142,8 @@ def doubts(config: Config, datasets: Mapping[str, Dataset], spec: BatchSpec) -> 
     train = datasets["train"]
     of_features = doubtful_lists(config, train.schema) + labels_as_features(config, spec.labels)
     of_files = copied_files(train) + trained_files(datasets) + absent_columns(train)
-    return of_features + of_files + large_numbers(train, spec) + constant_labels(train, spec)
+    of_labels = constant_labels(train, spec) + unordered_labels(config, train, spec)
+    return of_features + of_files + large_numbers(train, spec) + of_labels
 
 
 def large_numbers(train: Dataset, spec: BatchSpec) -> list[str]:
@@ -296,3 +298,31 @@ def _label_columns(dataset: Dataset, label: FloatColumn) -> Iterator[pa.ChunkedA
     """Yield a label's column, or the values of its condition, one row group after the other."""
     for table in SegmentReader(dataset, sorted(label.columns())).tables():
         yield table.column(label.column or "") if label.condition is None else label.condition.mask(table)
+
+
+def unordered_labels(config: Config, train: Dataset, spec: BatchSpec) -> list[str]:
+    """Return sentences on labels that follow each other in the model, but not in the first rows of data.train.
+
+    A log may have a few such rows. If there are many, labels are named in another order than they happen in, and the
+    model is kept from learning them.
+    """
+    if not config.model.needs().ordered_labels:
+        return []
+    sentences, head = [], read_head(train, 1000)
+    for before, label in pairwise(label for label in spec.labels if label.binary):
+        there, (was_there, was_known) = _positives(head, label)[0], _positives(head, before)
+        if alone := np.count_nonzero(there & was_known & ~was_there):
+            sentences.append(
+                f"config key 'data.labels': {label.title} is positive in {alone:,} of the first {len(there):,} rows "
+                f"while {before.title} is not, but model {config.model.name} takes it to happen only after that; name "
+                f"labels in the order in which they happen"
+            )
+    return sentences
+
+
+def _positives(rows: pa.Table, label: FloatColumn) -> tuple[np.ndarray, np.ndarray]:
+    """Return where a binary label is above 0, and where it is known, bool [rows] each."""
+    values = rows.column(label.column or "") if label.condition is None else label.condition.mask(rows)
+    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    positive = convert_floats(values, replace(label, fill=0.0, finite=False)) > 0
+    return positive, values.is_valid().to_numpy(zero_copy_only=False)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from recsys.config import Config
 from recsys.config.bounds import bounded
 from recsys.config.choices import LabelLoss
+from recsys.config.model import Needs
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, Vectors
 from recsys.models.mmoe import TaskConfig, TaskModel
@@ -24,6 +25,9 @@ class ESMMConfig(TaskConfig):
 
     name: str = "esmm"
     tower_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths of the tower of a label; the output has width 1
+
+    def needs(self) -> Needs:
+        return Needs(ordered_labels=True)
 
     def check(self, config: Config) -> None:
         super().check(config)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys.config import load_config
-from recsys.data.checks import constant_labels
+from recsys.data.checks import constant_labels, unordered_labels
 from recsys.data.filters import parse_filter, written
 from recsys.data.inputs import open_inputs
 from recsys.errors import UserError
@@ -95,6 +95,32 @@ def test_a_label_that_is_the_same_in_every_row_is_told(
     assert len(found) == len(told)
     for sentence, part in zip(found, told, strict=True):
         assert f"{part} in every row, so a model learns no more than that" in sentence
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        ("{shown: label, far: label == 1 and half > 0}", ""),
+        (
+            "{far: label == 1 and user < 0, shown: label}",
+            "column 'label' (data.labels.shown) is positive in 10 of the first 20 rows",
+        ),
+        (
+            "{shown: user < 0, all: user >= 0}",
+            "the condition of data.labels.all is positive in 20 of the first 20 rows",
+        ),
+        ("{late: {column: late, nulls: unknown}, shown: label}", ""),
+    ],
+)
+def test_labels_in_another_order_than_they_happen_in_are_told(
+    labels: str, told: str, world: World, folder: Path
+) -> None:
+    for model, expected in (("esmm", told), ("mmoe", "")):
+        inputs = open_inputs(
+            load_config(folder / "c.yaml", [f"data.labels={labels}", f"model={{name: {model}}}"]), world
+        )
+        found = unordered_labels(inputs.config, inputs.datasets["train"], inputs.spec("train"))
+        assert [expected in sentence for sentence in found] == [True] * bool(expected)
 
 
 @pytest.mark.parametrize(
