@@ -11,9 +11,10 @@ from recsys.tables.bytes import TableBytes
 
 _ID_BYTES = 8  # of an id that is a number
 _COUNTED_BYTES = 16  # of a distinct id, without its text
-# For each distinct id of a table, while ids are merged and chosen: 60 to 115 were measured for numbers, 125 to 150 for
-# texts, not counting two copies of a text.
-_NUMBER_CHOICE_BYTES, _TEXT_CHOICE_BYTES = 75, 140
+# For each distinct id of a table, besides its count: while texts are merged and chosen, 125 to 150 were measured, not
+# counting two copies of a text. Numbers need most while they are merged: 33 for keys, sums and counts, and the hash
+# table, which is at most 3/4 full and has half as many slots beside it while it grows; 20 of a slot were measured.
+_TEXT_CHOICE_BYTES, _NUMBER_MERGE_BYTES, _MERGE_SLOT_BYTES = 140, 33, 20
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,11 @@ class DataFacts:
             counted += (_COUNTED_BYTES + text) * seen[rank]
             # With several ranks, the counts of all are here as bytes and as tables: numbers thrice and texts once.
             gathered = (3 * _COUNTED_BYTES + text) * sum(seen) if num_ranks > 1 else 0
-            choosing = max(choosing, (_TEXT_CHOICE_BYTES + 2 * text if text else _NUMBER_CHOICE_BYTES) * n + gathered)
-            id_bytes = (text or _ID_BYTES) * n
-            chosen, indices = chosen + id_bytes, indices + index_bytes(n, int(id_bytes * (2 if text else 1)))
+            own = (_TEXT_CHOICE_BYTES + 2 * text) * n if text else _merge_bytes(n)
+            choosing, id_bytes = max(choosing, own + gathered), (text or _ID_BYTES) * n
+            # What is chosen from one list of numbers takes less than merging it, and comes later.
+            chosen += id_bytes if text or num_ranks > 1 or len(self.counted_ids) > 1 else 0
+            indices += index_bytes(n, int(id_bytes * (2 if text else 1)))
         # Ids are chosen once decoding has ended and given its memory back: the larger of the two makes the peak.
         return {
             "id_counts": int(counted + choosing * (choosing >= self.counted_bytes)),
@@ -118,6 +121,12 @@ class DataFacts:
         # Besides ids: the number of ids of each feature, floats (many for a vector), labels and the weight.
         numbers = len(id_features(config)) + len(float_columns(config)) + len(config.labels()) + 1
         return int(rows * (sum(means.values()) * (self.id_bytes + 4 * weighted) + 4 * numbers))
+
+
+def _merge_bytes(num_ids: int) -> int:
+    """Return the bytes that merging the counts of so many distinct numbers needs besides these."""
+    slots = 1 << (4 * num_ids // 3).bit_length()
+    return _NUMBER_MERGE_BYTES * num_ids + _MERGE_SLOT_BYTES * slots
 
 
 @dataclass(frozen=True)
