@@ -41,7 +41,7 @@ def told_if_slow(text: Callable[[], str], limit_s: float | None = None) -> Itera
 
 
 def agree_on_prefix(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Return a name that rank 0 chooses, the same on all ranks, and another at each start of the ranks.
+    """Return a name that rank 0 chooses, the same on all ranks, and another at each start; once all have started.
 
     torchrun --max-restarts keeps its store. Without a prefix, gloo would sometimes read the address of a process of the
     last start instead of its peer's, and fail. The count of restarts cannot serve: machines may count differently.
@@ -49,9 +49,10 @@ def agree_on_prefix(store: dist.Store, rank: int, world_size: int, timeout: time
     own = uuid.uuid4().hex
     if rank > 0:
         store.set(f"start/{rank}", own)
-        with told_if_slow(lambda: f"rank {rank} waits for rank 0 to start; see its output"):
+        with told_if_slow(lambda: f"rank {rank} waits for rank 0 to start, or for others; see the output of rank 0"):
             prefix = store.get(f"start/answer/{own}").decode()
-        store.set(f"start/{prefix}/{rank}", "")
+            store.set(f"start/{prefix}/{rank}", "")
+            store.get(f"start/{prefix}")  # a rank that connected to others before they start would not wait as long
         return prefix
     missing, deadline = list(range(1, world_size)), time.monotonic() + timeout.total_seconds()
     with told_if_slow(
@@ -66,4 +67,5 @@ def agree_on_prefix(store: dist.Store, rank: int, world_size: int, timeout: time
                 if store.check([f"start/{own}/{other}"]):
                     missing.remove(other)
             time.sleep(0.01)
+    store.set(f"start/{own}", "")
     return own

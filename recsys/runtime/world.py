@@ -294,7 +294,7 @@ def _init_process_group(device: torch.device, timeout: timedelta) -> tuple[dist.
     launch_store, rank, world_size = _rendezvous(timeout) if is_launched() else (dist.HashStore(), 0, 1)
     store = launch_store
     try:
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if is_launched():
             store = dist.PrefixStore(agree_on_prefix(launch_store, rank, world_size, timeout), launch_store)
         store.compare_set(FAILURE_KEY, "", "")
         with _connecting():
@@ -316,8 +316,12 @@ def _connecting() -> contextlib.AbstractContextManager[None]:
 
 def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Return the store through which ranks find each other, this rank, and the number of ranks."""
+    # Without torchrun, rank 0 keeps the store, and waits here for all others; they wait later, for rank 0.
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    missing = f"all {size} ranks to start; see their output" if rank == "0" else "rank 0 to start; see its output"
     try:
-        return next(iter(dist.rendezvous("env://", timeout=timeout)))
+        with told_if_slow(lambda: f"rank {rank} waits for {missing}"):
+            return next(iter(dist.rendezvous("env://", timeout=timeout)))
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         cause = str(error).rpartition("message: ")[2].rstrip(".")[:200]
         place = " and ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))

@@ -19,6 +19,7 @@ from torchrec.distributed.types import (
 
 from recsys.config import Device
 from recsys.errors import LostPeerError, UserError
+from recsys.runtime import rendezvous
 from recsys.runtime.world import _check_own_gpu, _choose_device, as_lost_peer, open_world
 from recsys.tables.shard import _check_machines, _place
 
@@ -132,11 +133,15 @@ def test_a_port_that_is_taken_is_told_in_a_sentence(alone: Any) -> None:
             pass
 
 
-def test_ranks_that_do_not_come_are_told_in_a_sentence(alone: Any) -> None:
+def test_ranks_that_do_not_come_are_told_in_a_sentence(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "_TELL_AFTER_S", 0.2)
     alone(WORLD_SIZE="2")
     said = r"^ranks do not find each other by .* \(Timed out .* 1/2 clients joined\); .* start all 2 of them"
     with pytest.raises(UserError, match=said), open_world(Device.cpu, timeout_s=1):
         pass
+    assert [record.message for record in caplog.records] == ["rank 0 waits for all 2 ranks to start; see their output"]
 
 
 def test_a_rank_that_ends_before_it_is_connected_is_told_in_a_sentence(alone: Any) -> None:

@@ -181,6 +181,24 @@ def test_ranks_agree_on_a_prefix_whatever_an_earlier_start_left() -> None:
         store.set("start/2", f"of a rank that was ended at once, {attempt}")
 
 
+def test_no_rank_connects_to_others_before_all_have_started() -> None:
+    """It would wait for five minutes, while rank 0 waits for ten for one whose machine is slow."""
+    store = dist.HashStore()
+
+    def start(rank: int) -> threading.Thread:
+        arguments = store.clone(), rank, 3, timedelta(seconds=20)  # type: ignore[attr-defined]
+        thread = threading.Thread(target=agree_on_prefix, args=arguments, daemon=True)
+        thread.start()
+        return thread
+
+    early = [start(rank) for rank in (0, 1)]
+    time.sleep(0.3)
+    assert all(thread.is_alive() for thread in early)
+    for thread in [*early, start(2)]:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 def test_ranks_that_wait_for_others_to_start_say_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
