@@ -93,12 +93,14 @@ def _check_features(config: Config) -> None:
                 f"(known: {', '.join(config.tables)}; for a number set {key}.type=float){hint}"
             )
         one_of(f"{key}.table", feature.table, config.tables, "table")
+        if feature.hidden is not None:
+            _check_hidden(key, feature, config.tables[feature.table])
     if not id_features(config):
         raise UserError("config key 'features' has no feature of type id, and needs at least one")
 
 
 def _check_float(key: str, feature: FeatureConfig) -> None:
-    for name in ("max_length", "weights", "boundaries", "cross", "separator"):
+    for name in ("max_length", "weights", "boundaries", "cross", "separator", "hidden"):
         if getattr(feature, name) is not None:
             raise UserError(f"config key '{key}.{name}' is for features of type id; drop it, or set type: id")
     if feature.nulls is NullPolicy.empty:
@@ -140,6 +142,24 @@ def _check_separator(key: str, feature: FeatureConfig) -> None:
             raise UserError(
                 f"config key '{key}.{name}' needs {why}, but {key}.separator makes lists of texts; drop one"
             )
+
+
+def _check_hidden(key: str, feature: FeatureConfig, table: TableConfig) -> None:
+    for name in ("max_length", "weights", "separator"):
+        if getattr(feature, name) is not None:
+            raise UserError(
+                f"config key '{key}.{name}' cannot be combined with {key}.hidden, which is for one id a row, without a "
+                f"weight; drop one of the two"
+            )
+    if feature.nulls is NullPolicy.refuse:
+        raise UserError(
+            f"config key '{key}.nulls' is refuse, but {key}.hidden makes nulls; set it to reserved or empty"
+        )
+    if feature.nulls is NullPolicy.reserved and table.mapping is IdMappingType.identity:
+        raise UserError(
+            f"config key '{key}.hidden': with mapping: identity a null has the row of id 0 in tables.{feature.table}; "
+            f"set tables.{feature.table}.mapping=vocabulary, or {key}.nulls=empty"
+        )
 
 
 def _check_cross(key: str, feature: FeatureConfig) -> None:

@@ -43,7 +43,7 @@ FREE = (
 # position in the data and the best metric so far, or say how weights are read.
 _OF_ONE_RUN = (
     *("seed", "data.shuffle", "data.num_streams", "data.window_mib", "data.max_rows", "data.filter"),
-    *("data.keep_negatives", "train.global_batch_size", "tables.*.quantize", "train.distill*"),
+    *("data.keep_negatives", "train.global_batch_size", "tables.*.quantize", "train.distill*", "features.*.hidden"),
 )
 _STOPPING = ("train.early_stop.metric", "data.targets_column", "data.seen_column")
 # Keys that change the shape of a tensor, which is compared when tensors are loaded, with options of its own.

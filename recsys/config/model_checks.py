@@ -55,6 +55,12 @@ def _check_needs(config: Config, needs: Needs) -> None:
                 f"{model} reads {what} feature '{name}', and no {kind} has that name{nearest(name, features)} (there "
                 f"are: {', '.join(features)})"
             )
+    for name in filter(None, (needs.item_id, *needs.sequences, *needs.training_features)):
+        if config.features[name].hidden is not None:
+            raise UserError(
+                f"config key 'features.{name}.hidden': {config.model.name} needs the ids of '{name}' in all data; "
+                f"remove it"
+            )
     if needs.item_id is not None and needs.item_id not in needs.item_features:
         found = ", ".join(needs.item_features) or "none"
         raise UserError(

@@ -74,6 +74,9 @@ class FeatureConfig:
     boundaries: list[float] | None = None  # the column holds numbers; the id is how many of these are <= the number
     dim: int | None = bounded(None, 1, 2**16)  # `float`: each row is a list of this many numbers, such as a text vector
     nulls: NullPolicy = NullPolicy.reserved  # what a null id or number becomes
+    # `id` that is not known when rows are scored, such as the position at which an item was shown: it is null in this
+    # share of the rows of data.train, drawn in each epoch, and in all rows of other data, which need no column for it.
+    hidden: float | None = bounded(None, 1e-6, below=1)
     fill: float = bounded(0.0, -LARGE, LARGE)  # value of a null float
     clip: list[float | None] | None = None  # `float`: [least, greatest], null: no bound; before log1p, standardise
     log1p: bool = False  # `float`: log(1 + x)

@@ -48,6 +48,11 @@ def _without_validity(array: pa.Array) -> pa.Array:
     return pa.Array.from_buffers(array.type, len(array), [None, *array.buffers()[1:]], offset=array.offset)
 
 
+def with_nulls(array: pa.Array, mask: np.ndarray) -> pa.Array:
+    """Return an array with null where a boolean mask [len(array)] is true."""
+    return array.take(pa.array(np.arange(len(array)), mask=mask))
+
+
 def list_bounds(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Return where each list starts in `array.values`, and how long it is, both int32 [rows].
 

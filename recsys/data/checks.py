@@ -41,6 +41,8 @@ def check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
         for name in features:
             column = column_of(config, name)
             types = _types_of_ids(config, name, schemas)
+            if config.features[name].hidden is not None:  # other data may hold anything in its column
+                types = {key: dtype for key, dtype in types.items() if key.startswith("data.train")}
             _check_lists(config, name, column, types)
             dtypes |= _places(column, types)
         _check_dtypes(f"tables.{table}", dtypes)
@@ -178,6 +180,11 @@ def _check_lists(config: Config, feature: str, column: str, dtypes: dict[str, pa
     if nested and feature == config.model.needs().item_id:
         raise UserError(
             f"config key 'model.item_id': column '{column}' of {nested[0]} is {dtypes[nested[0]]}, not one id a row"
+        )
+    if nested and config.features[feature].hidden is not None:
+        raise UserError(
+            f"config key 'features.{feature}.hidden': column '{column}' of {nested[0]} is {dtypes[nested[0]]}, and "
+            f"only one id a row can be hidden; remove it"
         )
     lists = [key for key, dtype in dtypes.items() if pa.types.is_list(dtype)]
     single = [key for key, dtype in dtypes.items() if key not in nested and not pa.types.is_null(dtype)]

@@ -26,12 +26,13 @@ from recsys.data.wanted import (
     column_of,
     float_column,
     has_labels,
+    hidden_rows,
     item_column,
     label_column,
     made_columns,
     needed_columns,
     of_row_filter,
-    role_features,
+    read_features,
     role_lists,
     row_filter,
     taught_columns,
@@ -143,7 +144,7 @@ class Inputs:
 
     def spec(self, role: str) -> BatchSpec:
         """Return the spec of a role's batches: their columns, and how these are converted."""
-        config, present = self.config, set(role_features(self.config, role))
+        config, present = self.config, set(read_features(self.config, role))
         ids = [self._id_column(name, role, name in present) for name in id_features(config)]
         # If bad steps are allowed, numbers that are not finite pass, and the step that gets them is the bad one.
         finite = role != "train" or config.train.max_bad_steps == 0
@@ -173,9 +174,9 @@ class Inputs:
 
     def _id_column(self, name: str, role: str, is_present: bool) -> IdColumn:
         feature, column = self.config.features[name], column_of(self.config, name)
-        mapping = self._mappings[feature.table or ""]
+        mapping, hidden = self._mappings[feature.table or ""], hidden_rows(self.config, name)
         if not is_present:
-            return IdColumn(name, None, mapping)
+            return IdColumn(name, None, mapping, feature.nulls, hidden=hidden)
         return IdColumn(
             name,
             column,
@@ -187,6 +188,7 @@ class Inputs:
             boundaries=None if feature.boundaries is None else tuple(feature.boundaries),
             statistics=self.statistics[name] if role == "train" else None,
             route=self._routes.get(feature.table or ""),
+            hidden=hidden,
             file_of_floats=self.datasets[role].file_of_floats(column) if role in self.datasets else None,
         )
 

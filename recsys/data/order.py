@@ -90,10 +90,12 @@ class Window:
 
     Attributes:
         seed: of the permutation; None: the rows stay in order.
+        epoch: that the window belongs to.
     """
 
     segments: tuple[Segment, ...]
     seed: tuple[int, ...] | None
+    epoch: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -194,7 +196,8 @@ class EpochOrder:
         return np.cumsum(self.row_groups.num_rows[self._permuted])
 
     def _window(self, stream: int, number: int, segments: list[Segment]) -> Window:
-        return Window(tuple(segments), (self.seed, self.epoch, stream, number) if self.shuffle else None)
+        seed = (self.seed, self.epoch, stream, number) if self.shuffle else None
+        return Window(tuple(segments), seed, self.epoch)
 
     def _segments(self, stream: int) -> Iterator[tuple[Segment, int]]:
         groups = self.row_groups

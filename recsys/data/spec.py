@@ -16,7 +16,34 @@ from recsys.config import Keep, NullPolicy
 from recsys.data.conditions import Condition
 from recsys.data.fields import advice
 from recsys.data.filters import written
+from recsys.data.order import Window
 from recsys.ids import IdMapping, IdStatistics, Route, is_number, is_text
+from recsys.runtime.counter_random import at_least, make_key
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """The rows of a column of ids that are null, whatever the column holds; all rows if none is read.
+
+    Attributes:
+        share: of the rows. key: of the stream of random numbers that draws them.
+    """
+
+    share: float
+    key: int
+
+    def rows(self, window: Window) -> np.ndarray:
+        """Return which rows of a window, before it is shuffled, are hidden, bool [rows]; drawn by epoch and place."""
+        parts = [
+            ~at_least(
+                self.share,
+                make_key(self.key, window.epoch, segment.number),
+                np.arange(segment.start, segment.stop),
+                np.zeros(1, np.int64),
+            )
+            for segment in window.segments
+        ]
+        return np.concatenate(parts)[:, 0]
 
 
 @dataclass(frozen=True)
@@ -25,7 +52,7 @@ class IdColumn:
 
     Attributes:
         name: of the feature, for messages.
-        column: name in the data; None: no row has an id.
+        column: name in the data; None: no row has an id, or with `hidden` all have a null.
         mapping: maps ids to table rows.
         null: what a null id becomes. A null list counts as an empty one.
         max_length: longer lists are cut to this many ids, nulls included.
@@ -34,6 +61,7 @@ class IdColumn:
         boundaries: ascending; the column holds numbers, and the id of x is how many boundaries are <= x. NaN is null.
         statistics: counts the ids that are mapped, and the nulls.
         route: for an expert that serves only some ids: chooses these; the others have no row.
+        hidden: rows that have a null; `convert_ids` does not read it.
         file_of_floats: for messages: a file whose floats make floats of the integers in others, where large ids change.
     """
 
@@ -47,6 +75,7 @@ class IdColumn:
     boundaries: tuple[float, ...] | None = None
     statistics: IdStatistics | None = None
     route: Route | None = None
+    hidden: Hidden | None = None
     file_of_floats: str | None = None
 
     @property

@@ -13,7 +13,7 @@ from recsys.data.facts import Facts
 from recsys.data.figures import FloatFacts
 from recsys.data.filters import parse_filter
 from recsys.data.made import Made
-from recsys.data.spec import FloatColumn, Transform
+from recsys.data.spec import FloatColumn, Hidden, Transform
 from recsys.errors import in_words
 from recsys.runtime.counter_random import make_key
 
@@ -22,7 +22,7 @@ _OF_USERS = ("valid", "test", "users", "queries")
 
 
 def role_features(config: Config, role: str) -> list[str]:
-    """Return the features that a dataset of this role has columns for; the others stay empty in its batches."""
+    """Return the features that batches of this role have; the others stay empty in them."""
     needs = config.model.needs()
     if needs.item_id is not None and role == "items":
         return with_experts(config, needs.item_features)
@@ -32,6 +32,19 @@ def role_features(config: Config, role: str) -> list[str]:
         items = with_experts(config, needs.item_features)
         return [name for name in features if name not in items]
     return features
+
+
+def read_features(config: Config, role: str) -> list[str]:
+    """Return the `role_features` whose columns are read: hidden ones are null in all data but data.train."""
+    return [name for name in role_features(config, role) if role == "train" or config.features[name].hidden is None]
+
+
+def hidden_rows(config: Config, feature: str) -> Hidden | None:
+    """Return which rows of data.train have null in place of a feature, if it is hidden."""
+    settings = config.features[feature]
+    if settings.hidden is None:
+        return None
+    return Hidden(settings.hidden, make_key(config.seed, "hidden", settings.expert_of or feature))
 
 
 def role_lists(config: Config, role: str) -> dict[str, tuple[str, str]]:
@@ -79,7 +92,7 @@ def item_column(config: Config) -> str:
 
 def made_columns(config: Config, role: str) -> dict[str, Made]:
     """Return by name the columns that are made of others in a dataset of this role."""
-    features = {name: config.features[name] for name in role_features(config, role)}
+    features = {name: config.features[name] for name in read_features(config, role)}
     made = {name: feature for name, feature in features.items() if feature.cross or feature.separator is not None}
     return {column_of(config, n): Made(tuple(columns_of(config, n)), f.separator) for n, f in made.items()}
 
@@ -87,7 +100,7 @@ def made_columns(config: Config, role: str) -> dict[str, Made]:
 def needed_columns(config: Config, role: str) -> dict[str, str]:
     """Return the columns to read from a dataset, each with the config key that asks for it, for messages."""
     needed: dict[str, str] = {}
-    keys = {name: f"features.{config.features[name].expert_of or name}" for name in role_features(config, role)}
+    keys = {name: f"features.{config.features[name].expert_of or name}" for name in read_features(config, role)}
     for name, key in keys.items():
         needed |= dict.fromkeys(columns_of(config, name), f"config key '{key}'")
     for name, key in keys.items():

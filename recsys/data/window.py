@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from recsys.data.arrays import whole
+from recsys.data.arrays import whole, with_nulls
 from recsys.data.convert import Ids, convert_floats, convert_ids
 from recsys.data.order import Segment, Window
 from recsys.data.pool import BlockPool
-from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
+from recsys.data.spec import BatchSpec, FloatColumn, Hidden, IdColumn
 from recsys.data.storage import BadDataError
 from recsys.errors import UserError
 from recsys.runtime.logs import logger
@@ -122,6 +122,8 @@ class _Conversion:
         # int32, because it takes half the memory of NumPy's int64, and torch accepts it.
         self._order = torch.from_numpy(np.zeros(0) if self._permutation is None else self._permutation).int()
         self._parts, self._dtype = [*spec.ids, *spec.lists], spec.dtype
+        drawn = {part.hidden for part in spec.ids if part.hidden is not None and part.column is not None}
+        self._hidden: dict[Hidden | None, np.ndarray] = {hidden: hidden.rows(window) for hidden in drawn}
         self._pieces: list[list[Ids]] = [[] for _ in self._parts]
         self._places: dict[int, int] | None = None  # part that may have one id per row → its place in `_scalars`
         self._scalars = np.empty((0, self._rows), self._dtype)
@@ -165,7 +167,7 @@ class _Conversion:
         places = self._place(table)
         for i, part in enumerate(self._parts):
             out = self._scalars[places[i], rows] if i in places else None
-            self._pieces[i].append(self._convert_ids(part, table, out))
+            self._pieces[i].append(self._convert_ids(part, table, rows, out))
         for columns, vector in self._spec.vectors:
             _fill_floats(vector, table, self._vectors[rows, columns])
         num_floats = len(self._spec.single_floats)
@@ -216,11 +218,14 @@ class _Conversion:
             self._scalars = self._array((len(scalar), self._rows), self._dtype)
         return self._places
 
-    def _convert_ids(self, part: IdColumn, table: pa.Table, out: np.ndarray | None) -> Ids:
-        if part.column is None:
+    def _convert_ids(self, part: IdColumn, table: pa.Table, rows: slice, out: np.ndarray | None) -> Ids:
+        if part.column is None and part.hidden is None:
             return Ids(np.empty(0, self._dtype), np.zeros(table.num_rows, np.int32), None)
+        ids = pa.nulls(table.num_rows) if part.column is None else whole(table.column(part.column))
+        if part.hidden in self._hidden:
+            ids = with_nulls(ids, self._hidden[part.hidden][rows])
         weights = None if part.weights is None else whole(table.column(part.weights))
-        return convert_ids(whole(table.column(part.column)), part, self._dtype, out, weights, self._array)
+        return convert_ids(ids, part, self._dtype, out, weights, self._array)
 
     def _finished(self, i: int) -> int | Ragged:
         pieces = self._pieces[i]
@@ -262,8 +267,10 @@ class _Conversion:
 
 
 def _may_be_scalar(part: IdColumn, table: pa.Table) -> bool:
-    if part.column is None or part.weights is not None or part.route is not None:
+    if part.weights is not None or part.route is not None:
         return False
+    if part.column is None:
+        return part.hidden is not None
     return not pa.types.is_nested(table.schema.field(part.column).type)
 
 

@@ -224,7 +224,7 @@ def _ids_in(run: Finished, world: World, table: str, data: str | list[str]) -> t
     They are those of all features of the table whose columns exist, except features that are read in training alone.
     """
     config = run.config
-    features = {name: config.features[name] for name in role_features(config, "rows")}
+    features = {name: replace(config.features[name], hidden=None) for name in role_features(config, "rows")}
     mine = {name: feature for name, feature in features.items() if feature.table == table and not feature.boundaries}
     present = world.from_rank_zero(lambda: column_names(Given.key, data, config.data.retries))
     present.update(config.data.optional_columns)  # the first file may lack it, and others have it

@@ -17,7 +17,7 @@ from recsys.data.dataset import Dataset
 from recsys.data.inputs import Given
 from recsys.data.loader import Loader
 from recsys.data.permutation import Permutation
-from recsys.data.wanted import role_features, row_filter
+from recsys.data.wanted import read_features, row_filter
 from recsys.errors import UserError
 from recsys.ids import hash_column, hash_integers
 from recsys.models.bootstrap import Bootstrap
@@ -220,7 +220,7 @@ def importance(opened: OpenRun, role: str, metrics: dict[str, float], repeats: i
     """
     inputs, losses, names = opened.inputs, {}, opened.run.config.model.metric_names(opened.run.config)
     signs = {name: 1 if is_higher_better(name) else -1 for name in names}
-    for feature in role_features(inputs.config, role):
+    for feature in read_features(inputs.config, role):
         if inputs.config.features[feature].expert_of is not None:  # permuted with the first expert
             continue
         features = with_experts(inputs.config, [feature])

@@ -131,7 +131,10 @@ class _Export:
             feature = config.features[column.name]
             entry: dict[str, Any] = {"name": column.name, "type": "id", "table": feature.table}
             columns = columns_of(config, column.name)
-            entry |= {"column": None, "cross": columns} if feature.cross else {"column": columns[0]}
+            if column.column is None:  # hidden: null in all rows, as a cross of no columns is
+                columns = []
+            is_one = len(columns) == 1 and not feature.cross
+            entry |= {"column": columns[0]} if is_one else {"column": None, "cross": columns}
             entry |= {} if feature.separator is None else {"separator": feature.separator, "lists": True}
             entry |= {"pooling": "none" if column.name in unpooled else "mean" if column.name in averaged else "sum"}
             entry |= {"averaged_over": averaged.get(column.name)}

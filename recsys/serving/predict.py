@@ -17,7 +17,7 @@ from recsys.data.inputs import Given, Inputs
 from recsys.data.loader import Loader
 from recsys.data.order import Segment
 from recsys.data.parquet import narrowed
-from recsys.data.wanted import column_of, role_features, role_lists
+from recsys.data.wanted import column_of, read_features, role_lists
 from recsys.errors import UserError, in_words
 from recsys.runtime.logs import quiet_libraries, start_logging
 from recsys.runtime.run_lock import output_lock
@@ -134,7 +134,7 @@ def kept_columns(inputs: Inputs, given: Given) -> list[str]:
     if given.kept is not None:
         return list(dict.fromkeys(given.kept))
     config, schema = inputs.config, inputs.datasets[given.role].schema
-    names = [name for name in role_features(config, given.role) if name in id_features(config)]
+    names = [name for name in read_features(config, given.role) if name in id_features(config)]
     columns = dict.fromkeys(column_of(config, name) for name in names if not config.features[name].cross)
     return [column for column in columns if not pa.types.is_nested(schema.field(column).type)]
 

@@ -347,9 +347,9 @@ def _values(name: str, values: Any) -> Any:
 
 
 def crossed(table: pa.Table, names: list[str]) -> pa.Array:
-    """Return an id for each combination of the ids in some columns; it is null if one of them is."""
+    """Return an id for each combination of the ids in some columns; it is null if one of them is, and of no columns."""
     columns = [column(table, name) for name in names]
-    valid = np.logical_and.reduce([array.is_valid().to_numpy(zero_copy_only=False) for array in columns])
+    valid = np.all([each.is_valid().to_numpy(False) for each in columns] or [np.zeros(len(table), bool)], axis=0)
     hashes = np.zeros(int(valid.sum()), np.uint64)
     for place, array in enumerate(columns):
         keys = read_keys(array.filter(pa.array(valid)))
@@ -471,7 +471,7 @@ class Ids(NamedTuple):
 def convert_ids(table: pa.Table, feature: dict[str, Any], mappings: dict[str, Mapping], text: bool | None) -> Ids:
     """Return the table rows of a feature; `text` says whether the ids of the table were texts in training, if known."""
     mapping, lengths = mappings[feature["table"]], None
-    array = crossed(table, feature["cross"]) if feature.get("cross") else column(table, feature["column"])
+    array = crossed(table, feature["cross"]) if feature["column"] is None else column(table, feature["column"])
     array = split(array, feature["separator"]) if feature.get("separator") else array
     weights = column(table, feature["weights"]) if feature.get("weights") else None
     if pa.types.is_list(array.type):

@@ -217,6 +217,7 @@ def test_no_key_is_free_by_mistake(tmp_path: Path) -> None:
     [
         (("tables.user.hash_seed=1",), "'tables.user.hash_seed' is 1, and was 0, .* set tables.user.hash_seed=0"),
         (("features.user.column=item",), "'features.user.column' is item, and was user"),
+        (("features.user.hidden=0.1",), "'features.user.hidden' is 0.1, and was null"),
         (("features.age.column=age", "seed=2"), "'features.age.column' is age, and was years; 'seed' is 2, and was 1"),
         (("optimizer.tables.name=adam",), "'optimizer.tables.name' is adam, and was rowwise_adagrad"),
         (("tables.user.optimizer.name=sgd",), "'tables.user.optimizer.name' is sgd, and was adagrad"),
@@ -283,6 +284,7 @@ def test_the_order_of_features_counts(tmp_path: Path) -> None:
         (("tables.user.hash_seed=1",), {"tables": Take.none}, True),
         (("tables.user.num_embeddings=101",), {"resize_tables": True}, False),  # other hashes
         (("tables.item.num_embeddings=101",), {"resize_tables": True}, True),
+        (("features.user.hidden=0.1",), {}, True),
         (("features.user.max_length=3",), {"tables": Take.none}, True),
         (("features.user.max_length=3",), {"dense": Take.none}, False),
         (("features.price.log1p=true",), {"dense": Take.none}, True),

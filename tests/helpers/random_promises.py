@@ -221,6 +221,7 @@ def add_columns(folder: Path, config: dict[str, Any], dice: random.Random) -> No
         if ("column" in feature or feature.get("type") == "float") and feature.get("nulls") != "refuse"
         if feature not in nested and "weights" not in feature and feature.get("column", name) not in items
     ]
+    hidden = _hide(config, pq.read_schema(folder / "train.parquet"), items, generator.spawn(1)[0])
     for part in ("train", "test"):
         rows = pq.read_table(folder / f"{part}.parquet")
         (folder / f"{part}.parquet").unlink()
@@ -238,9 +239,24 @@ def add_columns(folder: Path, config: dict[str, Any], dice: random.Random) -> No
             arrays = [rows[name].combine_chunks() for name in names]
             struct = pa.StructArray.from_arrays(arrays, names, mask=pa.array(generator.random(count) < 0.05))
             rows = rows.drop_columns(names).append_column("context", struct)
-        _write_files(folder / part, rows, fillable, dice)
+        rows = rows.drop_columns([name for name in hidden if part == "test" and name in rows.column_names])
+        _write_files(folder / part, rows, [name for name in fillable if name in rows.column_names], dice)
     for feature in nested:
         feature["column"] = f"context.{feature['column']}"
+
+
+def _hide(config: dict[str, Any], schema: pa.Schema, items: set[str], dice: np.random.Generator) -> list[str]:
+    """Hide some features of single ids; return the columns of some of them, which data to be scored need not have."""
+    columns = []
+    for name, feature in config["features"].items():
+        column, table = feature.get("column", name), config["tables"].get(feature.get("table"), {})
+        is_single = column in schema.names and not pa.types.is_nested(schema.field(column).type)
+        fitting = ["empty"] if table.get("mapping") == "identity" else ["empty", "reserved"]
+        is_fit = table and (is_single or "cross" in feature) and feature.get("nulls", "reserved") in fitting
+        if is_fit and name != "item" and column not in items and dice.random() < 0.25:
+            feature["hidden"] = float(dice.choice([0.1, 0.6]))
+            columns += [column] if dice.random() < 0.5 else []
+    return columns
 
 
 def _write_files(folder: Path, rows: pa.Table, fillable: list[str], dice: random.Random) -> None:
