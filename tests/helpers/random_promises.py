@@ -1,7 +1,6 @@
 """Draws whole runs: any model, data of all kinds, and any value that a CPU can train with for every key.
 
-`random_export` makes the first config, or for models of users' lists this module does. Then settings are drawn, and
-those that do not fit what was drawn before are dropped.
+`random_export` makes the first config, or this module does; then settings are drawn, and dropped if they do not fit.
 """
 
 import copy
