@@ -328,7 +328,7 @@ def test_tables_that_are_too_large_are_told_with_what_helps(tmp_path: Path) -> N
     report = json.loads((tmp_path / "short/memory/rank_0.json").read_text())
     assert report["identity"]["status"] == "out of memory"
     assert "table user" in [holder["name"] for holder in report["out_of_memory"]["holders"][:2]]
-    follow_first_advice(told, tmp_path, *options)
+    run_recsys("train", CONFIG, f"run.dir={tmp_path}/again", *options, *first_advice(told))
 
 
 @pytest.mark.slow
@@ -341,16 +341,16 @@ def test_activations_that_are_too_large_are_told_with_what_helps(tmp_path: Path)
     assert report["identity"]["status"] == "out of memory" and report["phases"]["step"]["measured_bytes"] > 0
     assert report["out_of_memory"]["holders"][0]["name"] == "activations"
     assert "train.micro_batch_size" in report["out_of_memory"]["advice"][0]["settings"]
-    follow_first_advice(done.stderr, tmp_path, *options)
+    run_recsys("train", CONFIG, f"run.dir={tmp_path}/again", *options, *first_advice(done.stderr))
 
 
-def follow_first_advice(text: str, folder: Path, *options: str) -> None:
+def first_advice(text: str) -> list[str]:
+    """Return the settings of the first advice, which must be enough."""
     advice = next(line for line in text.splitlines() if line.strip().startswith("1. "))
     assert "which is enough" in advice and ("what is learned changes" in advice) == (
         "data_type" in advice or "optimizer.tables" in advice
     )
-    settings = advice.split(" saves ")[0].split("1. ")[1].split()
-    run_recsys("train", CONFIG, f"run.dir={folder}/again", *options, *settings)
+    return advice.split(" saves ")[0].split("1. ")[1].split()
 
 
 @pytest.mark.slow
