@@ -1,6 +1,6 @@
 """Entire space multi-task model: labels that can only follow each other, all learned from all rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -27,7 +27,7 @@ class ESMMConfig(TaskConfig):
     tower_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths of the tower of a label; the output has width 1
 
     def needs(self) -> Needs:
-        return Needs(ordered_labels=True)
+        return replace(super().needs(), ordered_labels=True)
 
     def check(self, config: Config) -> None:
         super().check(config)

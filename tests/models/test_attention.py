@@ -44,7 +44,9 @@ def test_a_ranker_reads_the_weighted_sum_in_place_of_the_list(name: str) -> None
     vectors, floats = some_inputs()
     labels = {"click": LabelConfig(), "buy": LabelConfig()} if name in TASKS else {"click": LabelConfig()}
     inputs, ranker = DenseInputs(dict.fromkeys(vectors, 3), ["x"], labels), find_model(name)
-    model = ranker(ranker.Config(attention={"list": "item"}), inputs)
+    config = ranker.Config(attention={"list": "item"})
+    assert config.needs().sequences == ("list",)
+    model = ranker(config, inputs)
     plain = ranker(ranker.Config(), inputs)
     plain.load_state_dict({key: value for key, value in model.state_dict().items() if not key.startswith("attention")})
     torch.testing.assert_close(model(vectors, floats), plain(model.attention(vectors), floats))
