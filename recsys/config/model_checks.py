@@ -55,18 +55,18 @@ def _check_needs(config: Config, needs: Needs) -> None:
                 f"{model} reads {what} feature '{name}', and no {kind} has that name{nearest(name, features)} (there "
                 f"are: {', '.join(features)})"
             )
-    for name in filter(None, (needs.item_id, *needs.sequences, *needs.training_features)):
-        if config.features[name].hidden is not None:
-            raise UserError(
-                f"config key 'features.{name}.hidden': {config.model.name} needs the ids of '{name}' in all data; "
-                f"remove it"
-            )
     if needs.item_id is not None and needs.item_id not in needs.item_features:
         found = ", ".join(needs.item_features) or "none"
         raise UserError(
             f"{model} identifies items by '{needs.item_id}', which is not one of its item features; add it to "
             f"Needs.item_features (there are: {found})"
         )
+    for name in filter(None, (needs.item_id, *needs.sequences, *needs.training_features)):
+        if config.features[name].hidden is not None:
+            raise UserError(
+                f"config key 'features.{name}.hidden': {config.model.name} needs the ids of '{name}' in all data; "
+                f"remove it"
+            )
     if needs.sampled_items and needs.item_id is None:
         raise UserError(f"{model} samples items, but names no feature that identifies them; add Needs.item_id")
     if needs.sampled_items and not config.data.items:
