@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from recsys.config import Config
 from recsys.config.features import features_by_table, id_features, model_features
@@ -15,7 +16,7 @@ from recsys.data.decode import SegmentReader
 from recsys.data.parquet import read_head
 from recsys.data.spec import BatchSpec, FloatColumn
 from recsys.data.storage import BadDataError, partition_keys
-from recsys.data.wanted import column_of, columns_of, role_features
+from recsys.data.wanted import column_of, columns_of, role_features, with_separators
 from recsys.errors import UserError
 from recsys.ids import is_text
 
@@ -145,7 +146,21 @@ def doubts(config: Config, datasets: Mapping[str, Dataset], spec: BatchSpec) -> 
     of_features = doubtful_lists(config, train.schema) + labels_as_features(config, spec.labels)
     of_files = copied_files(train) + trained_files(datasets) + absent_columns(train)
     of_labels = constant_labels(train, spec) + unordered_labels(config, train, spec)
-    return of_features + of_files + large_numbers(train, spec) + of_labels
+    return of_features + of_files + unsplit_texts(config, train) + large_numbers(train, spec) + of_labels
+
+
+def unsplit_texts(config: Config, train: Dataset) -> list[str]:
+    """Return sentences on features with a separator that is in none of the first texts, each of which is one id."""
+    names = [name for name in with_separators(config, "train") if config.features[name].expert_of is None]
+    if not names:
+        return []
+    lists = read_head(train, 1000).select([column_of(config, name) for name in names])
+    return [
+        f"config key 'features.{name}.separator': {config.features[name].separator!r} divides none of the first "
+        f"{len(column):,} texts in column '{columns_of(config, name)[0]}', so that each is one id"
+        for name, column in zip(names, lists.columns, strict=True)
+        if pc.max(pc.list_value_length(column)).as_py() == 1
+    ]
 
 
 def large_numbers(train: Dataset, spec: BatchSpec) -> list[str]:

@@ -13,6 +13,7 @@ from launch import fork_train, must_train, records_of
 
 from recsys.config import load_config
 from recsys.config.meaning import meaning
+from recsys.data.checks import unsplit_texts
 from recsys.data.inputs import open_inputs
 from recsys.data.made import Made, lists_in, with_made
 from recsys.errors import UserError
@@ -152,6 +153,15 @@ def test_another_separator_gives_rows_another_meaning(tmp_path: Path) -> None:
         for more in ([], ["features.genres.separator=;"])
     )
     assert {key for key in here if here[key] != there[key]} == {"features.genres.separator"}
+
+
+def test_a_separator_that_divides_no_text_is_told(tmp_path: Path, world: World) -> None:
+    write(tmp_path)
+    for separator, said in (("|", []), (";", ["'features.genres.separator': ';' divides none of the first 1"])):
+        words = [*options_of(tmp_path, "texts"), f'features.genres.separator="{separator}"']
+        config = load_config(tmp_path / "c.yaml", words)
+        told = unsplit_texts(config, open_inputs(config, world).datasets["train"])
+        assert len(told) == len(said) and all(map(str.__contains__, told, said)), told
 
 
 @pytest.mark.parametrize(
