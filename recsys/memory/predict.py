@@ -72,6 +72,9 @@ class _Rank:
         if config.debug or not topology.on_gpu:
             self._batches_in_pipeline = 1
         self._unread_batches = 0 if config.train.check_every_step else 1  # trained, and kept until its sums are read
+        # A ranker of so few weights, as a logistic regression is, multiplies no matrices.
+        multiplies = config.model.needs().item_id is not None or dense.parameter_bytes >= 1 << 12 or topology.on_gpu
+        self._blas_bytes = topology.blas_bytes if multiplies else 0
         self._decoding_threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
         self._decoding_processes = 0
         if decode_in_processes(config.data.processes, self._decoding_threads, topology.device):
@@ -158,7 +161,7 @@ class _Rank:
         return {
             "dense_gradient": self._dense.gradient_bytes,  # on a single rank, until the next step begins
             "dense_optimizer": self._dense.optimizer_bytes[self._rank],
-            "blas_workspaces": self._topology.blas_bytes,
+            "blas_workspaces": self._blas_bytes,
             "touched_rows": sum(shard.size[0] for shard in self._shards) if self._config.train.publish.dir else 0,
         }
 
@@ -227,7 +230,7 @@ class _Rank:
         later = loader["loader_windows"] + loader["loader_decoding"] + sum(in_steps.values())
         later += self._libraries("later") - self._libraries("init")  # loaded by the first step
         later += self._heaps(in_evaluation=False) + self._data.statistics_bytes
-        later += 0 if self._topology.on_gpu else self._topology.blas_bytes
+        later += 0 if self._topology.on_gpu else self._blas_bytes
         if not self._decoding_processes:  # otherwise it is in these
             loader["loader_decoding"] += max(0, self._decoding.first - later)
         host = {"offloaded_activations": self._dense.host_bytes, "save_copies": copies}

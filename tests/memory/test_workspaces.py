@@ -1,4 +1,4 @@
-"""What operators take on a GPU besides, and the peaks that an H100 has shown, predicted without one."""
+"""What operators use besides, and the peaks that an H100 has shown, predicted without one."""
 
 import json
 from pathlib import Path
@@ -51,3 +51,12 @@ def test_peaks_of_an_h100_are_predicted_without_one(name: str, tmp_path: Path) -
         sum(size for kind, size in kinds["device"].items() if kind not in NOT_TENSORS) for kinds in rank.phases.values()
     ]
     assert max(taken) == pytest.approx(measured["measured_bytes"], rel=0.03)
+
+
+@pytest.mark.parametrize(("name", "multiplies"), [("dlrm", True), ("logistic_regression", False)])
+def test_products_of_matrices_keep_memory(name: str, multiplies: bool, tmp_path: Path) -> None:
+    case = peaks.Case(500, ids=2, num_embeddings=100, dim=8, model={"name": name})
+    peaks.write_rows(case, tmp_path / "data")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(case.settings(tmp_path / "data")))
+    (rank,) = rehearse_run(load_config(tmp_path / "config.yaml", case.overrides)).prediction.ranks
+    assert ("blas_workspaces" in rank.phases["step"]["host"]) == multiplies
