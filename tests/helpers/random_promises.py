@@ -349,8 +349,8 @@ def write(folder: Path, seed: int, nproc: int) -> Path:
     path.write_text(yaml.dump(config, allow_unicode=True))
     if config["data"].get("max_bad_files"):
         (folder / "train" / "part=1" / "bad.parquet").write_bytes(b"no footer")
-    if config["data"].get("optional_columns"):
-        file = min((folder / "train").rglob("*/?.parquet"))
+    file, *others = sorted((folder / "train").rglob("*/?.parquet"))
+    if config["data"].get("optional_columns") and others:  # a filter may need it in one of them
         pq.write_table(pq.read_table(file, partitioning=None).drop_columns("extra"), file, row_group_size=71)
     return path
 

@@ -293,7 +293,9 @@ def check_teacher(it: RandomRun) -> None:
     if it.is_retrieval or "distill" in it.config["train"] or it.config["model"]["name"] == "esmm":
         return
     data = it.config["data"]
-    if "keep_negatives" in data or "sampled" in str(data.get("filter")):  # rows are drawn by a file's footer
+    # Scores are in other files, and rows are drawn by a file's footer, and hidden by their row group.
+    hides = any("hidden" in feature for feature in it.config["features"].values())
+    if hides or "keep_negatives" in data or "sampled" in str(data.get("filter")):
         return
     scored, epoch = it.new("scored"), "train.epochs=1"
     columns = as_names([*pq.read_schema(next((it.folder / "test/part=1").iterdir())).names, "part"])
