@@ -142,19 +142,17 @@ def doubts(config: Config, datasets: Mapping[str, Dataset], spec: BatchSpec) -> 
     Raises:
         BadDataError: the first rows of data.train cannot be read.
     """
-    train = datasets["train"]
+    train, head = datasets["train"], read_head(datasets["train"], 1000)
     of_features = doubtful_lists(config, train.schema) + labels_as_features(config, spec.labels)
     of_files = copied_files(train) + trained_files(datasets) + absent_columns(train)
-    of_labels = constant_labels(train, spec) + unordered_labels(config, train, spec)
-    return of_features + of_files + unsplit_texts(config, train) + large_numbers(train, spec) + of_labels
+    of_labels = constant_labels(train, spec) + unordered_labels(config, head, spec)
+    return of_features + of_files + unsplit_texts(config, head) + large_numbers(head, spec) + of_labels
 
 
-def unsplit_texts(config: Config, train: Dataset) -> list[str]:
+def unsplit_texts(config: Config, head: pa.Table) -> list[str]:
     """Return sentences on features with a separator that is in none of the first texts, each of which is one id."""
     names = [name for name in with_separators(config, "train") if config.features[name].expert_of is None]
-    if not names:
-        return []
-    lists = read_head(train, 1000).select([column_of(config, name) for name in names])
+    lists = head.select([column_of(config, name) for name in names])
     return [
         f"config key 'features.{name}.separator': {config.features[name].separator!r} divides none of the first "
         f"{len(column):,} texts in column '{columns_of(config, name)[0]}', so that each is one id"
@@ -163,12 +161,12 @@ def unsplit_texts(config: Config, train: Dataset) -> list[str]:
     ]
 
 
-def large_numbers(train: Dataset, spec: BatchSpec) -> list[str]:
+def large_numbers(head: pa.Table, spec: BatchSpec) -> list[str]:
     """Return sentences on floats and labels of data.train whose root mean square is above `_LARGE`.
 
-    It is measured on the first rows, after transforms. Errors are those of `read_head` and `convert_floats`.
+    It is measured on the first rows, after transforms. Errors are those of `convert_floats`.
     """
-    sentences, head = [], read_head(train, 1000)
+    sentences = []
     for column in (*spec.floats, *spec.labels):
         if column.column is None:
             continue
@@ -322,7 +320,7 @@ def _label_columns(dataset: Dataset, label: FloatColumn) -> Iterator[pa.ChunkedA
         yield table.column(label.column or "") if label.condition is None else label.condition.mask(table)
 
 
-def unordered_labels(config: Config, train: Dataset, spec: BatchSpec) -> list[str]:
+def unordered_labels(config: Config, head: pa.Table, spec: BatchSpec) -> list[str]:
     """Return sentences on labels that follow each other in the model, but not in the first rows of data.train.
 
     A log may have a few such rows. If there are many, labels are named in another order than they happen in, and the
@@ -330,7 +328,7 @@ def unordered_labels(config: Config, train: Dataset, spec: BatchSpec) -> list[st
     """
     if not config.model.needs().ordered_labels:
         return []
-    sentences, head = [], read_head(train, 1000)
+    sentences = []
     for before, label in pairwise(label for label in spec.labels if label.binary):
         there, (was_there, was_known) = _positives(head, label)[0], _positives(head, before)
         if alone := np.count_nonzero(there & was_known & ~was_there):

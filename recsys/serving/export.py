@@ -130,11 +130,9 @@ class _Export:
         for column in spec.ids:
             feature = config.features[column.name]
             entry: dict[str, Any] = {"name": column.name, "type": "id", "table": feature.table}
-            columns = columns_of(config, column.name)
-            if column.column is None:  # hidden: null in all rows, as a cross of no columns is
-                columns = []
-            is_one = len(columns) == 1 and not feature.cross
-            entry |= {"column": columns[0]} if is_one else {"column": None, "cross": columns}
+            # What is hidden is null in all rows, as a cross of no columns is.
+            columns = [] if column.column is None else columns_of(config, column.name)
+            entry |= {"column": columns[0]} if len(columns) == 1 else {"column": None, "cross": columns}
             entry |= {} if feature.separator is None else {"separator": feature.separator, "lists": True}
             entry |= {"pooling": "none" if column.name in unpooled else "mean" if column.name in averaged else "sum"}
             entry |= {"averaged_over": averaged.get(column.name)}
