@@ -165,30 +165,38 @@ def _remove_stale(path: Path, earlier: str | None, refusal: str) -> None:
         UserError: the run is alive.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read()
-            holder = _parsed(content)
-            if earlier is None or holder.get("id") != earlier:
+        with _opened(path) as file:
+            holder = _parsed(file.read())
+            if not _was_restarted(holder, earlier):
                 _await_end(path, file, holder, refusal)
-            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # another run was faster, and may hold it
-                return
-            aside = path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
-            path.rename(aside)
-        if aside.read_bytes() == content:
-            aside.unlink()
-        else:  # another run has replaced the lock between the check and the rename
-            aside.rename(path)
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX)  # else two who find it stale may remove it, and then the next one
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else another run was faster, and may hold it
+                path.unlink()
     except FileNotFoundError:  # the other run has released the lock
         return
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Open a lock file, to write if that is allowed: NFS locks no other file against all other processes."""
+    try:
+        return path.open("r+b")
+    except PermissionError:
+        return path.open("rb")
+
+
+def _was_restarted(holder: dict[str, Any], earlier: str | None) -> bool:
+    """Return whether the run of a lock is an earlier start of this one, which its launcher has ended."""
+    mine = _identity()
+    same_job = mine["slurm_job"] is not None and mine["slurm_job"] == holder.get("slurm_job")
+    restarted_job = same_job and holder["slurm_restarts"] < mine["slurm_restarts"]
+    return restarted_job or (bool(earlier) and holder.get("id") == earlier)
 
 
 def _await_end(path: Path, file: IO[bytes], holder: dict[str, Any], refusal: str) -> None:
     """Wait until the run of a lock is known to have ended, which may be at once. Raises UserError if it is alive."""
     mine, first, waits = _identity(), path.stat().st_mtime, False
-    same_job = mine["slurm_job"] is not None and mine["slurm_job"] == holder.get("slurm_job")
-    if same_job and holder["slurm_restarts"] < mine["slurm_restarts"]:
-        return
-    own = same_job or (mine["torchrun"] is not None and mine["torchrun"] == holder.get("torchrun"))
+    own = any(mine[launch] is not None and mine[launch] == holder.get(launch) for launch in ("slurm_job", "torchrun"))
     while True:
         held, age = _is_held(file), _age_s(path)
         if held or path.stat().st_mtime != first:

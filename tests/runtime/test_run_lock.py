@@ -136,8 +136,34 @@ def test_one_of_many_gets_it(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".lock*"))
 
 
-def test_the_lock_of_a_faster_run_is_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who judged the one before it would have it away for a moment, in which a third could take the folder."""
+def test_who_found_it_stale_removes_no_lock_but_that_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its last look and the removal, another must not take the folder."""
+    path = leave(tmp_path)
+    os.utime(path, (0, 0))
+    taken, refused = threading.Event(), threading.Event()
+    other, samestat = RunLock(), os.path.samestat
+
+    def attempt() -> None:
+        try:
+            other.take(tmp_path)
+            taken.set()
+        except UserError:
+            refused.set()
+
+    def slow(first: os.stat_result, second: os.stat_result) -> bool:
+        monkeypatch.setattr(run_lock.os.path, "samestat", samestat)
+        threading.Thread(target=attempt, daemon=True).start()
+        taken.wait(0.5)
+        return samestat(first, second)
+
+    monkeypatch.setattr(run_lock.os.path, "samestat", slow)
+    with RunLock() as lock:
+        lock.take(tmp_path)
+        assert refused.wait(10) and not taken.is_set()
+        lock.check(now=True)
+
+
+def test_the_lock_of_a_faster_run_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = leave(tmp_path)
 
     def judge(*_: object) -> None:
@@ -145,7 +171,6 @@ def test_the_lock_of_a_faster_run_is_not_moved(tmp_path: Path, monkeypatch: pyte
         path.write_text("of a faster run")
 
     monkeypatch.setattr(run_lock, "_await_end", judge)
-    monkeypatch.setattr(Path, "rename", lambda *_: pytest.fail("it was moved"))
     run_lock._remove_stale(path, None, "")
     assert path.read_text() == "of a faster run"
 
