@@ -198,7 +198,11 @@ class Sweep:
                     for line in lines:
                         if not line.endswith(b"\n"):
                             break  # still being written
-                        at, record = at + len(line), json.loads(line)
+                        at += len(line)
+                        try:
+                            record = json.loads(line)
+                        except ValueError:  # the end of a line: an evaluation was repeated, with more digits
+                            continue
                         if evaluated is not None and record["kind"] == "train" and record["step"] > evaluated[0]:
                             yield evaluated
                             evaluated = None

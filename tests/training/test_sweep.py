@@ -14,6 +14,7 @@ from launch import ROOT, environment, run_recsys
 
 from recsys.config import load_config
 from recsys.errors import UserError
+from recsys.report.writers import JsonLines
 from recsys.training.sweep import Sweep, table_bytes
 from recsys.training.sweep_report import Tried, pareto, write_report
 from recsys.training.sweep_space import OF_TRIALS, Space, open_space
@@ -218,6 +219,19 @@ def test_a_trial_is_not_ended_early_by_its_last_evaluation(tmp_path: Path) -> No
     metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     ended: Any = SimpleNamespace(poll=lambda: 0)
     assert list(searched._evaluations(ended, metrics)) == [(2, 0.5)]
+
+
+def test_an_evaluation_that_is_repeated_with_more_digits_ends_no_sweep(tmp_path: Path) -> None:
+    """Early stopping evaluates the best step again, and its line in metrics.jsonl is replaced."""
+    searched, metrics = opened(tmp_path, RATE), tmp_path / "metrics.jsonl"
+    writer, polls = JsonLines(metrics, 0), iter([None, 0])
+    for kind, step in (("train", 2), ("valid", 2), ("train", 4)):
+        writer.write({"kind": kind, "time": 1.1, "step": step, "auc": 0.5})
+    running: Any = SimpleNamespace(poll=lambda: next(polls))
+    evaluations = searched._evaluations(running, metrics)
+    assert next(evaluations) == (2, 0.5)
+    writer.write({"kind": "valid", "time": 1.11, "step": 2, "auc": 0.5})
+    assert not list(evaluations)
 
 
 @pytest.mark.slow
