@@ -22,6 +22,7 @@ from recsys.datasets.delimited_errors import (
     check_names,
     check_quotes,
     check_start,
+    note_zeros,
     told,
 )
 from recsys.datasets.tokens import TOKENS_HELP, split_list, tokenize
@@ -182,11 +183,12 @@ class _Reader:
         self._first = next(filter(self._has_rows, inputs), inputs[0])  # a header alone, as Spark writes, shows no types
         head, self.names = self._open(self._first)
         self._check_names()
-        numbers = [column for column in head.schema if column.type in (pa.int64(), pa.float64())]
-        inferred = {column.name: column.type for column in numbers if column.name not in self.types}
-        self.types |= dict.fromkeys(inferred, pa.string())
-        with self._open(self._first)[0] as reader, told(self._first):
-            texts = dict.fromkeys(beyond_int64(reader, inferred), pa.string())
+        found = {column.name: column.type for column in head.schema if column.name not in self.types}
+        integers, floats = ([name for name in found if found[name] == kind] for kind in (pa.int64(), pa.float64()))
+        self.types |= dict.fromkeys(integers + floats, pa.string())
+        rows = self._first_rows(self._first)
+        note_zeros(rows.select(integers))
+        texts = dict.fromkeys(beyond_int64(rows.select(floats)), pa.string())
         self.types = {column.name: self._type(column) for column in head.schema} | texts
         if options.time_format and not any(map(pa.types.is_temporal, self.types.values())):
             raise UserError(
@@ -201,20 +203,18 @@ class _Reader:
         self.schema = self._convert(empty, self._first).schema
 
     def _has_rows(self, path: Path) -> bool:
-        with self._open(path)[0] as reader, told(path):
-            rows = next((batch for batch in reader if batch.num_rows), None)
-        if rows is not None and self.options.columns:
+        rows = self._first_rows(path)
+        if rows.num_rows and self.options.columns:
             check_header(rows, path)
-        return rows is not None
+        return rows.num_rows > 0
+
+    def _first_rows(self, path: Path) -> pa.RecordBatch:
+        with self._open(path)[0] as reader, told(path):
+            return next((rows for rows in reader if rows.num_rows), pa.RecordBatch.from_pylist([], reader.schema))
 
     def _check_names(self) -> None:
         if not self.options.columns:
-            check_names(self.names, self._first)
-        other = next((sign for sign in ",;\t|" if sign in self.names[0] and sign != self.options.delimiter), None)
-        if len(self.names) == 1 and other and not self.options.columns:
-            raise UserError(
-                f"{self._first} has one column, {self.names[0]!r}; if {other!r} divides it, add --delimiter {other!r}"
-            )
+            check_names(self.names, self._first, self.options.delimiter)
         if repeated := {name for name in self.names if self.names.count(name) > 1}:
             raise UserError(f"{self._first} has more than one column {sorted(repeated)[0]!r}")
         for name in [*self.options.types, *self.options.lists, *self.options.tokens]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -123,8 +123,9 @@ def _rows_in_text(schema: pa.Schema, place: int, delimiter: str) -> str | None:
     return f"^{fields[place]}{rest}\n{start}"
 
 
-def check_names(names: list[str], path: Path) -> None:
-    """Raise a UserError if the first line of a file holds no names of columns, but a record of JSON, or values."""
+def check_names(names: list[str], path: Path, delimiter: str) -> None:
+    """Raise a UserError if the first line of a file holds no names of columns, but a record of JSON, or values, or one
+    name that another sign than the delimiter divides."""
     if names[0].startswith(("{", "[{")):
         raise UserError(_JSON.format(path))
     values = [name for name in names if _VALUE.fullmatch(name)]
@@ -133,6 +134,9 @@ def check_names(names: list[str], path: Path) -> None:
             f"{path} has {', '.join(map(repr, values[:3]))} among the names of its columns, which look like values; if "
             f"it has no header, give the {len(names)} names, as in --columns user,item,…, else write names in letters"
         )
+    other = next((sign for sign in ",;\t|" if sign in names[0] and sign != delimiter), None)
+    if len(names) == 1 and other:
+        raise UserError(f"{path} has one column, {names[0]!r}; if {other!r} divides it, add --delimiter {other!r}")
 
 
 def check_header(rows: pa.RecordBatch, path: Path) -> None:
@@ -151,28 +155,24 @@ def check_header(rows: pa.RecordBatch, path: Path) -> None:
         )
 
 
-def beyond_int64(batches: Iterable[pa.RecordBatch], inferred: Mapping[str, pa.DataType]) -> list[str]:
-    """Return columns of whole numbers, some beyond int64, for which Arrow infers float64: it makes one of several
-    ids. Print a note on those of int64 that lose zeros in front.
+def beyond_int64(rows: pa.RecordBatch) -> list[str]:
+    """Return the columns, of texts that Arrow takes for float64, which hold whole numbers, some beyond int64: as floats
+    several ids would be one."""
+    return [
+        name
+        for name, texts in zip(rows.schema.names, rows.columns, strict=True)
+        if pc.all(pc.match_substring_regex(texts, r"^[+-]?\d+$")).as_py()
+        and pc.any(pc.match_substring_regex(texts, r"\d{19}")).as_py()
+    ]
 
-    Args:
-        batches: of a file, columns as texts.
-        inferred: the types, int64 or float64, of those that look like numbers in the first batch with rows.
-    """
-    rows = next((batch for batch in batches if batch.num_rows), None)
-    if rows is None:
-        return []
-    names = []
-    for name, dtype in inferred.items():
-        if dtype == pa.float64():
-            is_whole = pc.all(pc.match_substring_regex(rows[name], r"^[+-]?\d+$")).as_py()
-            names += [name] if is_whole and pc.any(pc.match_substring_regex(rows[name], r"\d{19}")).as_py() else []
-        else:
-            padded = rows[name].filter(pc.match_substring_regex(rows[name], r"^[+-]?0\d"))
-            if len(padded):
-                print(
-                    f"note: column {name!r} is read as numbers, which keep no zeros in front: {padded[0]} becomes "
-                    f"{int(padded[0].as_py())}; --types {name}=string keeps ids as they are",
-                    file=sys.stderr,
-                )
-    return names
+
+def note_zeros(rows: pa.RecordBatch) -> None:
+    """Print a note on each column, of texts that Arrow takes for int64, which loses zeros in front."""
+    for name, texts in zip(rows.schema.names, rows.columns, strict=True):
+        padded = texts.filter(pc.match_substring_regex(texts, r"^[+-]?0\d"))
+        if len(padded):
+            print(
+                f"note: column {name!r} is read as numbers, which keep no zeros in front: {padded[0]} becomes "
+                f"{int(padded[0].as_py())}; --types {name}=string keeps ids as they are",
+                file=sys.stderr,
+            )
