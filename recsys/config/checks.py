@@ -100,8 +100,8 @@ def _check_features(config: Config) -> None:
 
 
 def _check_float(key: str, feature: FeatureConfig) -> None:
-    for name in ("max_length", "weights", "boundaries", "cross", "separator", "hidden"):
-        if getattr(feature, name) is not None:
+    for name in ("max_length", "weights", "boundaries", "cross", "separator", "integers", "hidden"):
+        if getattr(feature, name) not in (None, False):
             raise UserError(f"config key '{key}.{name}' is for features of type id; drop it, or set type: id")
     if feature.nulls is NullPolicy.empty:
         raise UserError(
@@ -124,6 +124,11 @@ def _check_id(key: str, feature: FeatureConfig) -> None:
         _check_cross(key, feature)
     if feature.separator is not None:
         _check_separator(key, feature)
+    elif feature.integers:
+        raise UserError(
+            f"config key '{key}.integers' is for ids in texts, and {key}.separator is not set; set it, or drop {key}."
+            f"integers"
+        )
     if feature.nulls is NullPolicy.mean:
         raise UserError(f"config key '{key}.nulls' of an id feature is reserved, empty or refuse, found mean")
     bounds = feature.boundaries
@@ -137,7 +142,11 @@ def _check_separator(key: str, feature: FeatureConfig) -> None:
             f"config key '{key}.separator' is empty, but must be what stands between two ids; YAML needs quotes around "
             f"some signs: '\"|\"'"
         )
-    for name, why in (("cross", "one id a row"), ("boundaries", "numbers"), ("weights", "lists in the data")):
+    for name, why in (
+        ("cross", "one id a row"),
+        ("boundaries", "a column of numbers"),
+        ("weights", "lists in the data"),
+    ):
         if getattr(feature, name) is not None:
             raise UserError(
                 f"config key '{key}.{name}' needs {why}, but {key}.separator makes lists of texts; drop one"
@@ -264,10 +273,11 @@ def _check_mapping(config: Config, name: str, table: TableConfig) -> None:
                 f"{least} or more, found {table.num_embeddings}"
             )
     for feature, settings in config.features.items():
-        if settings.table == name and settings.separator is not None and table.mapping is IdMappingType.identity:
+        makes_texts = settings.separator is not None and not settings.integers
+        if settings.table == name and makes_texts and table.mapping is IdMappingType.identity:
             raise UserError(
                 f"config key 'tables.{name}.mapping': identity takes integers, but features.{feature}.separator makes "
-                f"lists of texts; use mapping: hash or vocabulary"
+                f"lists of texts; set features.{feature}.integers=true, or use mapping: hash or vocabulary"
             )
         if settings.table == name and settings.boundaries and table.mapping is IdMappingType.vocabulary:
             raise UserError(

@@ -68,6 +68,7 @@ def meaning(config: Config) -> dict[str, Any]:
             table["kept_rows"] = "a file"  # its content is in the checkpoint, like the ids of a vocabulary
     for name, feature in content["features"].items():
         feature["column"] = feature["column"] or name
+        feature["integers"] = feature["integers"] or None  # as in a checkpoint from before it was a key
     if isinstance(config.data.filter, dict):
         content["data"]["filter"] = config.data.filter.get("train")
     content["model"] = config.model.meaning(config)

@@ -65,8 +65,10 @@ class FeatureConfig:
     # Instead of a column: an id for each combination of the ids in these columns, such as [user_country, item_id].
     cross: list[str] | None = None
     # `id`: what stands between the ids in a text, such as "|" in Action|Comedy, which becomes a list of ids. Empty ids,
-    # and spaces around ids, are left out; an id is a text too, even 12 in "7|12".
+    # and spaces around ids, are left out. An id is a text too, even 12 in "7|12", unless integers is true.
     separator: str | None = None
+    # With separator: the ids in the texts are integers of 64 bits, as in a column of integers that has the same table.
+    integers: bool = False
     table: str | None = None  # `id`: the table with its vectors, which features may share
     max_length: int | None = bounded(None, 1)  # `id`: longer lists are cut to this many ids
     keep: Keep = Keep.last  # which end of a longer list is kept

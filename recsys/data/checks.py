@@ -57,11 +57,13 @@ def _types(column: str, schemas: dict[str, pa.Schema]) -> dict[str, pa.DataType]
 
 
 def _types_of_ids(config: Config, feature: str, schemas: dict[str, pa.Schema]) -> dict[str, pa.DataType]:
-    """Return the types of a feature's column by schema, where it is there; texts that are split are lists of texts."""
-    types = _types(column_of(config, feature), schemas)
-    if config.features[feature].separator is not None:  # a schema may be that of files alone
+    """Return the types of a feature's column by schema, where it is there; texts that are split are lists."""
+    types, settings = _types(column_of(config, feature), schemas), config.features[feature]
+    if settings.separator is not None:  # a schema may be that of files alone
         of_files = _types(columns_of(config, feature)[0], schemas)
-        types = {key: pa.list_(getattr(dtype, "value_type", dtype)) for key, dtype in of_files.items()} | types
+        inside = {key: getattr(dtype, "value_type", dtype) for key, dtype in of_files.items()}
+        lists = {key: pa.list_(pa.int64() if settings.integers else dtype) for key, dtype in inside.items()}
+        types = lists | types
     return types
 
 
@@ -83,9 +85,9 @@ def _check_dtypes(asks: str, dtypes: dict[str, pa.DataType]) -> None:
     if texts and numbers:
         raise UserError(
             f"config key '{asks}': its ids are {single[texts[0]]} in column {texts[0]} and {single[numbers[0]]} in "
-            f"column {numbers[0]}; write both with the same type (a list: `python -m recsys prepare csv --list "
-            f"'NAME=SEPARATOR:int64'`, since a feature's separator makes texts; a partition key in paths is a number "
-            f"where all its values are integers of 32 bits)"
+            f"column {numbers[0]}; write both with the same type (texts with a separator become lists of integers by "
+            f"features.X.integers=true; a partition key in paths is a number where all its values are integers of 32 "
+            f"bits)"
         )
 
 

@@ -170,7 +170,7 @@ class SegmentReader:
         chosen = table.select(self._columns)
         if is_filtered:
             chosen = chosen.filter(self._mask(table, group))
-        return with_made(chosen, self._made).select(self._returned) if self._made else chosen
+        return with_made(chosen, self._made, group.path, group.index).select(self._returned) if self._made else chosen
 
     def _group(self, number: int) -> _Group:
         dataset, groups = self._dataset, self._dataset.row_groups

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.data.arrays import whole
+from recsys.data.storage import BadDataError
 from recsys.errors import UserError
 from recsys.ids import hash_column, hash_integers, is_text, numpy_view
 
@@ -23,15 +24,19 @@ class Made:
     Attributes:
         columns: those that it is made of.
         separator: what stands between the ids in the texts of its only column; None: it is a cross of its columns.
+        integers: the ids in the texts become integers.
     """
 
     columns: tuple[str, ...]
     separator: str | None = None
+    integers: bool = False
 
     @property
     def dtype(self) -> pa.DataType:
         """The plain type of the column."""
-        return pa.int64() if self.separator is None else pa.list_(pa.string())
+        if self.separator is None:
+            return pa.int64()
+        return pa.list_(pa.int64() if self.integers else pa.string())
 
     def check(self, column: str, dtype: pa.DataType) -> None:
         """Raise a UserError if it cannot be made of a column of this type."""
@@ -44,11 +49,15 @@ class Made:
             )
 
 
-def with_made(table: pa.Table, made: Mapping[str, Made]) -> pa.Table:
+def with_made(table: pa.Table, made: Mapping[str, Made], path: str, row_group: int) -> pa.Table:
     """Return the table with one more column for each entry of `made`, which has their names.
 
+    Args:
+        path, row_group: of the rows, for messages.
+
     Raises:
-        UserError: names a column that holds no ids, or no texts in UTF-8.
+        UserError: names a column of a cross that holds no ids.
+        BadDataError: names a column whose texts are not UTF-8, or hold something else than the integers asked for.
     """
     for name, how in made.items():
         columns = {column: whole(table.column(column)) for column in how.columns}
@@ -57,9 +66,12 @@ def with_made(table: pa.Table, made: Mapping[str, Made]) -> pa.Table:
             continue
         ((column, texts),) = columns.items()
         try:
-            table = table.append_column(name, _split(texts, how.separator))
+            lists = _split(texts, how.separator)
+            table = table.append_column(name, _as_integers(lists) if how.integers else lists)
         except pa.ArrowInvalid as error:
-            raise UserError(f"column '{column}' holds texts that are not UTF-8, and cannot be split") from error
+            parts = "integers of 64 bits (key `integers` of its feature)" if how.integers else "texts in UTF-8"
+            message = f"column '{column}' of row group {row_group} of '{path}' cannot be split into {parts}: {error}"
+            raise BadDataError(message, path, row_group) from error
     return table
 
 
@@ -99,6 +111,15 @@ def _encoded_lists(texts: pa.Array, separator: str) -> pa.ListArray:
         indices, offsets = indices.filter(pa.array(is_there)), pa.array(before[numpy_view(offsets)])
     values = pa.DictionaryArray.from_arrays(indices, entries)
     return pa.ListArray.from_arrays(offsets, values, mask=texts.is_null())
+
+
+def _as_integers(lists: pa.ListArray) -> pa.ListArray:
+    """Return lists of integers for lists of dictionaries of texts. Raises pa.ArrowInvalid for a text that is none."""
+    indices, entries = lists.values.indices, lists.values.dictionary
+    is_there = np.zeros(len(entries), np.bool_)  # entries may be of rows that a filter leaves out
+    is_there[numpy_view(indices)] = True
+    integers = pc.if_else(pa.array(is_there), entries, None).cast(pa.int64())
+    return _with_values(lists, integers.take(indices))
 
 
 def _with_values(lists: pa.ListArray, values: pa.Array) -> pa.ListArray:

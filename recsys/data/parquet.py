@@ -241,9 +241,12 @@ def with_made(dataset: Dataset, made: Mapping[str, Made]) -> Dataset:
     if not (lists := [*dataset.split]):
         return dataset
     head = SegmentReader(dataset, lists).head(dataset.head.number, min(_SAMPLED_ROWS, dataset.head.num_rows))
-    num_ids = sum(pc.sum(pc.list_value_length(column)).as_py() or 0 for column in head.columns)
+    of_head = sum(
+        (8 if made[name].integers else 4) * (pc.sum(pc.list_value_length(column)).as_py() or 0)
+        for name, column in zip(lists, head.columns, strict=True)
+    )
     groups = dataset.row_groups
-    num_bytes = groups.num_bytes + groups.num_rows * 4 * num_ids // max(1, head.num_rows)
+    num_bytes = groups.num_bytes + groups.num_rows * of_head // max(1, head.num_rows)
     return replace(dataset, row_groups=replace(groups, num_bytes=num_bytes))
 
 

@@ -76,8 +76,10 @@ def columns_of(config: Config, feature: str) -> list[str]:
 
 def column_of(config: Config, feature: str) -> str:
     """Return the name of a feature's column, or of the one that is made of its columns."""
-    name, separator = " × ".join(columns_of(config, feature)), config.features[feature].separator
-    return name if separator is None else f"{name} split at {separator}"
+    name, settings = " × ".join(columns_of(config, feature)), config.features[feature]
+    if settings.separator is None:
+        return name
+    return f"{name} split at {settings.separator}{' into integers' if settings.integers else ''}"
 
 
 def with_separators(config: Config, role: str) -> list[str]:
@@ -94,7 +96,10 @@ def made_columns(config: Config, role: str) -> dict[str, Made]:
     """Return by name the columns that are made of others in a dataset of this role."""
     features = {name: config.features[name] for name in read_features(config, role)}
     made = {name: feature for name, feature in features.items() if feature.cross or feature.separator is not None}
-    return {column_of(config, n): Made(tuple(columns_of(config, n)), f.separator) for n, f in made.items()}
+    return {
+        column_of(config, name): Made(tuple(columns_of(config, name)), feature.separator, feature.integers)
+        for name, feature in made.items()
+    }
 
 
 def needed_columns(config: Config, role: str) -> dict[str, str]:

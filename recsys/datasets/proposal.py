@@ -13,7 +13,7 @@ import pyarrow as pa
 from recsys.data.filters import written
 from recsys.datasets.leaks import auc_alone, sample
 from recsys.datasets.logs import LogFiles
-from recsys.datasets.survey import NAMED_AS_TIME, Column
+from recsys.datasets.survey import ALIKE, NAMED_AS_TIME, Column
 from recsys.datasets.writer import columns_where, is_true
 from recsys.errors import UserError, nearest
 from recsys.ids import is_text
@@ -127,8 +127,9 @@ def _use(column: Column) -> Use:
         (lengths,) = column.lengths[1:].nonzero()
         return Use("vector") if len(lengths) == 1 else Use("none", "numbers, as many as a row happens to have")
     if column.is_list:
-        digits = column.separator is not None and column.least.isdigit() and column.greatest.isdigit()
-        return Use("id", "texts of digits, which cannot share a table with integers" if digits else "")
+        in_text = column.separator is not None and not column.integers
+        digits = in_text and column.least.isdigit() and column.greatest.isdigit()
+        return Use("id", "texts of digits, unless integers: true makes integers of them" if digits else "")
     if column.num_distinct == 1 and not column.num_nulls:
         return Use("none", "one value")
     if column.is_time:
@@ -278,7 +279,7 @@ def _tables(ids: Mapping[str, Column], names: Mapping[str, str]) -> dict[str, st
         if column.is_list:
             likeness = {other: column.likeness(ids) for other, ids in alone.items() if _may_be_alike(column, ids)}
             best = max(likeness, key=likeness.__getitem__, default=name)
-            tables[name] = tables[best] if likeness.get(best, 0) > 0.5 else names[name]
+            tables[name] = tables[best] if likeness.get(best, 0) > ALIKE else names[name]
     return tables
 
 
@@ -297,6 +298,7 @@ def _feature(column: Column, use: Use, name: str, table: str) -> str:
         if column.is_list:
             longest = len(column.lengths) - 1
             keys += [] if column.separator is None else [f"separator: {_text(column.separator)}"]
+            keys += ["integers: true"] if column.integers else []
             keys.append(f"max_length: {min(max(1, longest), _MOST_LENGTH)}")
             note += f"; up to {longest:,} in a row" if longest > _MOST_LENGTH else ""
             note += "" if table == name else f"; those of {table}, it seems"

@@ -32,6 +32,7 @@ _IN_TEXTS = {
 }
 _WITH_COMMA = r"^-?\d+,\d+$|^-?\d{1,3}(,\d{3})+$"  # 1,50 and 1,234,567
 _MANY_IN_TEXTS = 0.1
+ALIKE = 0.5  # columns with a larger `Column.likeness` hold the same ids
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _UNITS = (1, 10**3, 10**6, 10**9)  # of a second
 _SINCE, _UNTIL = (int(datetime(year, 1, 1, tzinfo=timezone.utc).timestamp()) for year in (1990, 2100))
@@ -53,12 +54,21 @@ class Column:
         is_whole: no value is a number with a fraction.
         lengths: how many rows have a list of each length, int64 [longest + 1].
         separator: what stands between the ids in its texts, whose lists are what the rest is about; None: nothing does.
+        integers: these ids are integers; `problem` if one is not.
     """
 
-    def __init__(self, name: str, dtype: pa.DataType, problem: str | None = None, separator: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        dtype: pa.DataType,
+        problem: str | None = None,
+        separator: str | None = None,
+        integers: bool = False,
+    ) -> None:
         self.name, self.dtype, self.problem, self.separator = name, dtype, problem, separator
+        self.integers = integers
         self.is_list = pa.types.is_list(dtype) or separator is not None
-        self.element = dtype.value_type if pa.types.is_list(dtype) else dtype
+        self.element = pa.int64() if integers else dtype.value_type if pa.types.is_list(dtype) else dtype
         if problem is None and pa.types.is_nested(self.element):
             self.problem = f"values of type {dtype} are not read"
         self.is_in_all = True
@@ -75,11 +85,12 @@ class Column:
 
     def add(self, rows: pa.Array) -> None:
         """Add rows of a file, of a type that `dtype` holds."""
-        rows = cast(rows, self.dtype)
+        rows = self._lists(cast(rows, self.dtype))
+        if self.problem is not None:
+            return
         self.num_rows += len(rows)
         self.num_nulls += rows.null_count
         rows = rows.drop_null()
-        rows = rows if self.separator is None else lists_in(rows, self.separator)
         if self.is_list:
             counts = np.bincount(pc.list_value_length(rows).to_numpy(), minlength=len(self.lengths))
             counts[: len(self.lengths)] += self.lengths
@@ -91,6 +102,15 @@ class Column:
             rows = rows.filter(finite)
         if len(rows):
             self._add_values(rows)
+
+    def _lists(self, rows: pa.Array) -> pa.Array:
+        """Return the lists in texts, if there are any."""
+        lists = rows if self.separator is None else lists_in(rows, self.separator)
+        try:
+            return lists.cast(pa.list_(self.element)) if self.integers else lists
+        except pa.ArrowInvalid as error:
+            self.problem = str(error)
+            return lists
 
     def _add_values(self, values: pa.Array) -> None:
         if pa.types.is_floating(self.element):
@@ -192,11 +212,17 @@ def survey(files: LogFiles) -> dict[str, Column]:
         column.is_in_all = dtypes[name].total() == len(files)
     _read([column for column in columns.values() if column.problem is None], files)
     found = {name: column.possible_separator for name, column in columns.items() if not column.is_time}
-    split = {n: Column(n, columns[n].dtype, None, separator) for n, separator in found.items() if separator is not None}
-    _read([*split.values()], files)
-    for name, column in split.items():
-        column.is_in_all = columns[name].is_in_all
-    return columns | {name: column for name, column in split.items() if column.is_of_lists}
+    texts, integers = (
+        {n: Column(n, columns[n].dtype, None, at, kind) for n, at in found.items() if at is not None}
+        for kind in (False, True)
+    )
+    _read([*texts.values(), *integers.values()], files)
+    alone = [column for column in columns.values() if pa.types.is_integer(column.dtype)]
+    for name, column in integers.items():
+        texts[name].is_in_all = column.is_in_all = columns[name].is_in_all
+        if column.problem is None and any(column.likeness(other) > ALIKE for other in alone):
+            texts[name] = column
+    return columns | {name: column for name, column in texts.items() if column.is_of_lists}
 
 
 def _read(columns: Sequence[Column], files: LogFiles) -> None:

@@ -276,14 +276,14 @@ def numbers_of(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return array.to_numpy(zero_copy_only=False), valid
 
 
-def split(texts: pa.Array, separator: str) -> pa.Array:
-    """Return the ids in texts as lists, without spaces around ids and without empty ones."""
+def split(texts: pa.Array, separator: str, integers: bool) -> pa.Array:
+    """Return the ids in texts as lists, of texts or integers, without spaces around ids and without empty ones."""
     if not is_text(texts.type) and texts.null_count < len(texts):
         raise ExportError(f"only texts have a separator in them, found {texts.type}")
     lists = pc.split_pattern(texts.cast(pa.string()).fill_null(""), separator)
-    ids = pc.utf8_trim_whitespace(lists.values)
-    before = np.append(0, np.cumsum(pc.not_equal(ids, "").to_numpy(zero_copy_only=False)))
-    return pa.ListArray.from_arrays(before[lists.offsets.to_numpy()], ids.filter(pc.not_equal(ids, "")))
+    is_there = pc.not_equal(ids := pc.utf8_trim_whitespace(lists.values), "")
+    before = np.append(0, np.cumsum(is_there.to_numpy(zero_copy_only=False)))[lists.offsets.to_numpy()]
+    return pa.ListArray.from_arrays(before, ids.filter(is_there).cast(pa.int64() if integers else pa.string()))
 
 
 def lists_of(array: pa.Array, max_length: int | None = None, keep: str = "last") -> tuple[pa.Array, np.ndarray]:
@@ -472,7 +472,7 @@ def convert_ids(table: pa.Table, feature: dict[str, Any], mappings: dict[str, Ma
     """Return the table rows of a feature; `text` says whether the ids of the table were texts in training, if known."""
     mapping, lengths = mappings[feature["table"]], None
     array = crossed(table, feature["cross"]) if feature["column"] is None else column(table, feature["column"])
-    array = split(array, feature["separator"]) if feature.get("separator") else array
+    array = split(array, feature["separator"], text is False) if feature.get("separator") else array
     weights = column(table, feature["weights"]) if feature.get("weights") else None
     if pa.types.is_list(array.type):
         weights = None if weights is None else weights_of_lists(weights, array, feature)
@@ -840,8 +840,8 @@ class Scorer:
     def _positions(self, users: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the row, and the position among the items, of each id in a column, without null and unknown ids."""
         array, lengths = column(users, name), np.ones(len(users), np.int64)
-        if separator := (self._items or {}).get("separators", {}).get(name):
-            array = split(array, separator)
+        if separator := (items := self._items or {}).get("separators", {}).get(name):
+            array = split(array, separator, items["index"]["ids"] != "texts")
         if pa.types.is_list(array.type):
             array, lengths = lists_of(array)
         keys = read_keys(array.drop_null(), where := f"column '{name}': ")

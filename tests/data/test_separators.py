@@ -17,6 +17,7 @@ from recsys.data.checks import unsplit_texts
 from recsys.data.inputs import open_inputs
 from recsys.data.made import Made, lists_in, with_made
 from recsys.data.parquet import read_head
+from recsys.data.storage import BadDataError
 from recsys.errors import UserError
 from recsys.memory.sample import Sample
 from recsys.runtime.world import World
@@ -84,6 +85,11 @@ def options_of(folder: Path, kind: str) -> list[str]:
     return [*paths, *in_lists, *of_texts, f"data.filter=price < 0.9 and ({RAW} is None or {RAW} != 'Drama')"]
 
 
+def split(texts: pa.Array | pa.ChunkedArray, integers: bool = False) -> pa.ChunkedArray:
+    how = {"made": Made(("x",), "|", integers)}
+    return with_made(pa.table({"x": texts}), how, "a.parquet", 5).column("made")
+
+
 def test_what_is_an_id() -> None:
     texts = ["a|b", " a | b\t|", "", None, "|", "a", "ä\u00a0|\u3000ö", "1|01"]
     lists = [["a", "b"], ["a", "b"], [], None, [], ["a"], ["ä", "ö"], ["1", "01"]]
@@ -98,19 +104,43 @@ def test_what_is_an_id() -> None:
 def test_columns_of_any_kind(kind: pa.DataType) -> None:
     texts = pa.array(["c", "a|b", None, "b| a|b", "", "a|b"]).cast(kind)
     for column in (texts, texts.slice(1, 4), texts.slice(0, 0), texts.take(pa.array([*range(6)] * 3)).slice(1)):
-        made = with_made(pa.table({"x": column}), {"made": Made(("x",), "|")}).column("made").combine_chunks()
+        made = split(column).combine_chunks()
         plain = column.cast(pa.string()).to_pylist()
         assert made.to_pylist() == [ids_of(text, "|") for text in plain]
         assert made.type == pa.list_(pa.dictionary(pa.int32(), pa.string()))
         entries = made.values.dictionary.to_pylist()
         assert len(entries) == len({*entries}), "each is hashed once"
     chunks = pa.chunked_array([["a|b"], [None, "b"]])
-    assert with_made(pa.table({"x": chunks}), {"y": Made(("x",), "|")})["y"].to_pylist() == [["a", "b"], None, ["b"]]
+    assert split(chunks).to_pylist() == [["a", "b"], None, ["b"]]
 
 
-def test_texts_that_are_not_utf8() -> None:
-    with pytest.raises(UserError, match="column 'x' holds texts that are not UTF-8"):
-        with_made(pa.table({"x": [b"a|\xff"]}), {"y": Made(("x",), "|")})
+@pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+def test_integers(kind: pa.DataType) -> None:
+    texts = pa.array(["7", "12| -3", None, "|", "007|7", "12| -3", f"{2**63 - 1}"] * 3).cast(kind)
+    lists = [[7], [12, -3], None, [], [7, 7], [12, -3], [2**63 - 1]] * 3
+    made = split(texts, integers=True)
+    assert made.type == pa.list_(pa.int64()) and made.to_pylist() == lists
+    assert split(texts.slice(1, 4), integers=True).to_pylist() == lists[1:5]
+    others = pa.array(["x", "7", "7"]).cast(kind).filter(pa.array([False, True, True]))  # may keep x as an entry
+    assert split(others, integers=True).to_pylist() == [[7], [7]]
+
+
+@pytest.mark.parametrize(
+    ("text", "integers", "said"),
+    [
+        (
+            b"a|\xff",
+            False,
+            "column 'x' of row group 5 of 'a.parquet' cannot be split into texts in UTF-8: Invalid UTF8",
+        ),
+        (b"7|x", True, r"split into integers of 64 bits .*: Failed to parse string: 'x'"),
+        (b"7|1.5", True, r"split into integers of 64 bits .*: Failed to parse string: '1.5'"),
+        (b"9223372036854775808", True, r"split into integers of 64 bits .*: Failed to parse string: '92"),
+    ],
+)
+def test_texts_that_cannot_be_split(text: bytes, integers: bool, said: str) -> None:
+    with pytest.raises(BadDataError, match=said):
+        split(pa.array([text]), integers)
 
 
 @pytest.mark.slow
@@ -169,7 +199,9 @@ def test_a_separator_that_divides_no_text_is_told(tmp_path: Path, world: World) 
     ("override", "said"),
     [
         ("features.genres.separator=''", "'features.genres.separator' is empty, but must be what stands between"),
-        ("features.genres.boundaries=[1]", "'features.genres.boundaries' needs numbers, but features.genres.separator"),
+        ("features.genres.boundaries=[1]", "boundaries' needs a column of numbers, but features.genres.separator"),
+        ("features.item.integers=true", "'features.item.integers' is for ids in texts, and features.item.separator is"),
+        ("features.price.integers=true", "'features.price.integers' is for features of type id; drop it"),
         ("features.genres.weights=price", "'features.genres.weights' needs lists in the data, but"),
         ("features.pair.separator=','", "'features.pair.cross' needs one id a row, but features.pair.separator makes"),
         ("features.price.separator=','", "'features.price.separator' is for features of type id"),

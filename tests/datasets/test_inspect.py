@@ -202,17 +202,21 @@ def test_lists_in_texts(texts: list[str | None], separator: str | None, tmp_path
         assert column.num_distinct == 3 and len(column.lengths) == 4
 
 
-def test_numbers_in_texts_do_not_share_a_table_with_integers(tmp_path: Path) -> None:
+def test_numbers_in_texts_share_a_table_with_the_same_integers(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     history = [",".join(map(str, draw.integers(10, 60, n % 5))) for n in range(500)]
     log = {"item": draw.integers(10, 60, 500), "history": history, "label": draw.integers(0, 2, 500)}
     pq.write_table(pa.table(log), tmp_path / "a.parquet")
     found = inspect(tmp_path, str(tmp_path / "a.parquet"))["features"]
-    assert (
-        found["history"] == {"table": "history", "separator": ",", "max_length": 4}
-        and found["item"]["table"] != "history"
-    )
-    assert "# 50 ids; texts of digits, which cannot share a table with integers\n" in (tmp_path / "my.yaml").read_text()
+    table = found["item"]["table"]
+    assert found["history"] == {"table": table, "separator": ",", "integers": True, "max_length": 4}
+    for items in (draw.integers(500, 600, 500), [f"{item}" for item in log["item"]]):
+        pq.write_table(pa.table(log | {"item": items}), tmp_path / "a.parquet")
+        (tmp_path / "my.yaml").unlink()
+        found = inspect(tmp_path, str(tmp_path / "a.parquet"))["features"]
+        table = "history" if isinstance(items, np.ndarray) else found["item"]["table"]
+        assert found["history"] == {"table": table, "separator": ",", "max_length": 4}
+    assert "# 50 ids; texts of digits, unless integers: true makes" in (tmp_path / "my.yaml").read_text()
 
 
 def test_files_without_a_column_and_of_other_types(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ class Drawn:
         self.columns[column] = pa.list_(kind), ids
         if self.tables[settings["table"]]["mapping"] != "identity" and self._chance(0.3):
             self.columns[column] = pa.string(), text
-            settings["separator"] = "|"
+            settings |= {"separator": "|", "integers": kind == pa.int64() and self._chance(0.5)}
         elif self._chance(0.4):
             settings["weights"] = f"weights of {column}"
 

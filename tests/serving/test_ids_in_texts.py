@@ -30,17 +30,29 @@ def in_texts(table: pa.Table) -> pa.Table:
     return table.set_column(table.column_names.index("history"), "history", texts)
 
 
-@pytest.fixture(scope="module")
-def towers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def with_integers(table: pa.Table) -> pa.Table:
+    """Return a table of retrieval data with integers in place of ids such as item-7."""
+    for name in {"item", "history", "targets", "seen"} & {*table.column_names}:
+        column = table[name].combine_chunks()
+        is_list = pa.types.is_list(column.type)
+        numbers = pc.replace_substring(column.values if is_list else column, "item-", "").cast(pa.int64())
+        column = pa.ListArray.from_arrays(column.offsets, numbers) if is_list else numbers
+        table = table.set_column(table.column_names.index(name), name, column)
+    return table
+
+
+@pytest.fixture(scope="module", params=["of texts", "of integers"])
+def towers(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     """By kind, lists and texts: the folder of data with a run in `run`, and the losses of its steps."""
     found: dict[str, Any] = {}
+    integers = request.param == "of integers"
     for kind in ("lists", "texts"):
         folder = tmp_path_factory.mktemp(kind)
         config = write_retrieval(folder)
-        if kind == "texts":
-            for path in folder.glob("*.parquet"):
-                pq.write_table(in_texts(pq.read_table(path)), path, row_group_size=37)
-        more = SEPARATED if kind == "texts" else []
+        for path in folder.glob("*.parquet"):
+            table = with_integers(pq.read_table(path)) if integers else pq.read_table(path)
+            pq.write_table(in_texts(table) if kind == "texts" else table, path, row_group_size=37)
+        more = [*SEPARATED, f"features.history.integers={integers}"] if kind == "texts" else []
         found[kind] = folder, train_losses(config, folder / "run", *WHOLE, *more, "train.epochs=3")
     return found
 
