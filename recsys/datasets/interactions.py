@@ -88,6 +88,8 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
         if paths
     ]
     table = joined(parts)
+    if not len(table):
+        raise UserError("INPUT holds no items")
     log, split = _log(table, options, _given_split(table, options, [part.num_rows for part in parts]))
     log = log._replace(users=_tokenized(log.users, options.tokens), items=_tokenized(log.items, options.tokens))
     last = options.hold_out != "random" if split is None else _held_out_last(log, split)

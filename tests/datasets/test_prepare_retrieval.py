@@ -175,6 +175,14 @@ def test_other_files_and_none(tmp_path: Path) -> None:
             convert_log([tmp_path / source], tmp_path / "out", LogOptions())
 
 
+@pytest.mark.parametrize("hold_out", ["last", "random", "time", "none"])
+@pytest.mark.parametrize("items", [pa.array([], pa.int64()), pa.array([[], []], pa.list_(pa.int64()))])
+def test_a_log_without_items(items: pa.Array, hold_out: str, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"user_id": pa.array(range(len(items))), "item_id": items}), tmp_path / "log.parquet")
+    with pytest.raises(UserError, match="INPUT holds no items"):
+        convert_log([tmp_path / "log.parquet"], tmp_path / "out", LogOptions(hold_out=hold_out))
+
+
 def test_a_split_that_is_there_is_kept(tmp_path: Path) -> None:
     """As a column, in words or numbers, and as files: the same data; an item of train is in no part after it."""
     words = ["train", "train", "train", "test", "test", "test", "valid"]  # ann: a, b | d | c; a again is seen
