@@ -167,7 +167,7 @@ def _check(options: CsvOptions) -> None:
         raise UserError(f"--split takes up to three positive shares, got {options.split}")
     if options.split_by != "random" and not options.split:
         raise UserError(f"--split-by {options.split_by!r} has nothing to split; add shares, as in --split 0.8,0.1,0.1")
-    if options.split and abs(sum(options.split) - 1) > 1e-6:
+    if options.split and not abs(sum(options.split) - 1) <= 1e-6:  # nor is nan
         raise UserError(f"--split shares must add up to 1, got {sum(options.split):g}")
 
 
