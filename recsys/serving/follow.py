@@ -43,7 +43,7 @@ class Follower:
             raise ExportError(
                 f"the folder is of type {type(folder).__name__}, but must be the path of train.publish.dir"
             )
-        self._folder, self._every_s = Path(folder), every_s
+        self._folder = Path(folder)
         self.number, self.step, self._last = 0, 0, ""
         self._base = 0, ""  # its number, and the checksum of its manifest
         self.problem: str | None = None
@@ -51,7 +51,7 @@ class Follower:
         self._begin()
         self.refresh_or_tell()
         if every_s is not None:
-            threading.Thread(target=self._follow, daemon=True).start()
+            threading.Thread(target=self._follow, args=[float(every_s)], daemon=True).start()
 
     def refresh(self) -> int:
         """Apply the publications since; return the number of the newest.
@@ -81,9 +81,9 @@ class Follower:
                 print(f"error: {problem}; answers stay those of number {self.number}", file=sys.stderr, flush=True)
             self.problem = problem
 
-    def _follow(self) -> None:
+    def _follow(self, every_s: float) -> None:
         while True:
-            threading.Event().wait(self._every_s)
+            threading.Event().wait(every_s)
             self.refresh_or_tell()
 
     def _numbers(self, kind: str) -> list[int]:

@@ -4,9 +4,11 @@ import json
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -133,6 +135,16 @@ def test_a_follower_goes_on_after_any_error(published: Path, monkeypatch: pytest
     monkeypatch.undo()
     follower.refresh_or_tell()
     assert follower.problem is None
+
+
+def test_seconds_are_a_number_of_any_type(published: Path, tmp_path: Path) -> None:
+    base, delta, *_ = sorted(path.name for path in published.iterdir())
+    shutil.copytree(published / base, tmp_path / base)
+    follower, until = Follower(tmp_path, np.float32(0.05)), time.monotonic() + 60
+    shutil.copytree(published / delta, tmp_path / delta)
+    while follower.number == 1 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert follower.number == 2
 
 
 def test_what_no_follower_can_follow() -> None:
