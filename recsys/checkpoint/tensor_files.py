@@ -157,17 +157,17 @@ def read_tensors(folder: Path, entries: Mapping[str, Entry], targets: Mapping[st
         raise UserError(f"checkpoint '{folder}' cannot be read: {reason}; use another one") from error
 
 
-def gather_rows(folder: Path, entry: Entry, rows: np.ndarray) -> torch.Tensor:
+def pick_rows(folder: Path, entry: Entry, rows: np.ndarray) -> torch.Tensor:
     """Return some rows of a tensor [rows, columns], by their numbers, int64, without reading the others."""
-    gathered = torch.empty(len(rows), entry.size[1], dtype=entry.torch_dtype)
+    picked = torch.empty(len(rows), entry.size[1], dtype=entry.torch_dtype)
     for place in entry.places:
         (first, column), (count, width) = place.offsets, place.sizes
         there = np.flatnonzero((rows >= first) & (rows < first + count))
-        bits = f"u{gathered.itemsize}"  # NumPy lacks some types
+        bits = f"u{picked.itemsize}"  # NumPy lacks some types
         content = np.memmap(folder / place.file, bits, "r", place.start, (count, width))
-        values = torch.from_numpy(content[rows[there] - first]).view(gathered.dtype)
-        gathered[torch.from_numpy(there), column : column + width] = values
-    return gathered
+        values = torch.from_numpy(content[rows[there] - first]).view(picked.dtype)
+        picked[torch.from_numpy(there), column : column + width] = values
+    return picked
 
 
 def read_rows(folder: Path, entry: Entry, start: int, stop: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from recsys.checkpoint import FOOTERS, Marker, check_facts, facts_of, gather_rows, verify_checkpoint
+from recsys.checkpoint import FOOTERS, Marker, check_facts, facts_of, pick_rows, verify_checkpoint
 from recsys.checkpoint.parquet import to_arrow
 from recsys.checkpoint.tensors import TABLES
 from recsys.config import IdMappingType
@@ -174,7 +174,7 @@ class TableVectors:
         for first in range(start, max(stop, start + 1), _IDS_AT_ONCE):  # without ids, yield a table without rows
             last = min(stop, first + _IDS_AT_ONCE)
             ids = pa.array(np.arange(first, last)) if self.ids is None else self.ids.slice(first, last - first)
-            vectors = gather_rows(self.run.checkpoint, weights, self.mapping.rows(ids)).float()
+            vectors = pick_rows(self.run.checkpoint, weights, self.mapping.rows(ids)).float()
             vectors = vectors.view(len(ids), self.mapping.rows_per_id, vectors.shape[1])
             pooled = vectors.mean(1) if pooling is Pooling.mean else vectors.sum(1)
             yield pa.table({"id": ids, "vector": to_arrow(pooled)})

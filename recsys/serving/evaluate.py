@@ -29,7 +29,7 @@ from recsys.runtime.versions import git_commit, installed_versions
 from recsys.runtime.watchdog import open_run_world
 from recsys.runtime.world import World
 from recsys.serving.finished import Finished, OpenRun
-from recsys.serving.predict import NUMBER, KeptRows
+from recsys.serving.predict import NUMBER, KeptColumns
 from recsys.serving.slices import Slices, in_order, slices_by
 from recsys.training.evaluation import metrics_of, outputs_of
 
@@ -159,7 +159,7 @@ def _metrics(opened: OpenRun, loader: Loader, extras: Extras = Extras(), slices:
     make = partial(opened.model.module.dense.model.evaluator, None if inputs.corpus is None else opened.items)
     in_units = bool(extras.group or extras.bootstrap)
     columns = dict.fromkeys(column for column in (slices and slices.column, extras.group) if column)
-    kept, total, by_slice = KeptRows(loader, list(columns), numbered=in_units), make(), dict[str, Evaluator]()
+    kept, total, by_slice = KeptColumns(loader, list(columns), numbered=in_units), make(), dict[str, Evaluator]()
     if in_units and not isinstance(total, (LabelEvaluator, RetrievalEvaluator)):
         raise UserError(f"--{'group' if extras.group else 'bootstrap'}: the model has its own metrics; leave it out")
     if extras.group and not extras.bootstrap and isinstance(total, RetrievalEvaluator):

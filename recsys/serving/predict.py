@@ -159,7 +159,7 @@ def scored(
     Args:
         show: called with the number of rows that are done on all ranks.
     """
-    kept, rows = KeptRows(loader, columns), 0
+    kept, rows = KeptColumns(loader, columns), 0
     for output in outputs_of(opened.inputs, opened.model, loader):
         table, scores = kept.take(output.batch.num_rows), results(output).slice(0, output.batch.num_rows)
         if twice := [name for name in scores.column_names if name in table.column_names]:
@@ -171,7 +171,7 @@ def scored(
         yield pa.table([*table.columns, *scores.columns], [*table.column_names, *scores.column_names])
 
 
-class KeptRows:
+class KeptColumns:
     """Columns of the rows of this rank as they are in the files, in order.
 
     Args:
