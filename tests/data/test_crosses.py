@@ -33,7 +33,7 @@ def ids(**columns: list) -> list:
 
 
 def crossed(table: pa.Table) -> list:
-    return with_made(table, {"x": Made(tuple(table.column_names))}).column("x").to_pylist()
+    return with_made(table, {"x": Made(tuple(table.column_names))}, "a.parquet", 0).column("x").to_pylist()
 
 
 def test_a_combination_has_one_id_and_null_where_one_is_null() -> None:
