@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +12,10 @@ from recsys.config.features import features_by_table, id_features, model_feature
 from recsys.data.convert import convert_floats
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
+from recsys.data.label_checks import constant_labels, unordered_labels
 from recsys.data.parquet import read_head
 from recsys.data.spec import BatchSpec, FloatColumn
-from recsys.data.storage import BadDataError, partition_keys
+from recsys.data.storage import partition_keys
 from recsys.data.wanted import column_of, columns_of, role_features, with_separators
 from recsys.errors import UserError
 from recsys.ids import is_text
@@ -135,19 +135,20 @@ def labels_as_features(config: Config, labels: Sequence[FloatColumn]) -> list[st
     return sentences
 
 
-def doubts(config: Config, datasets: Mapping[str, Dataset], spec: BatchSpec) -> list[str]:
+def doubts(config: Config, datasets: Mapping[str, Dataset], specs: Mapping[str, BatchSpec]) -> list[str]:
     """Return sentences on likely mistakes in the data of a run, and in the choice of columns.
 
     Args:
-        datasets: by role, as in `Inputs`. spec: of data.train.
+        datasets: by role, as in `Inputs`. specs: of data.train, data.valid and data.test, by role.
 
     Raises:
         BadDataError: the first rows of data.train cannot be read.
     """
-    train, head = datasets["train"], read_head(datasets["train"], 1000)
+    train, spec, head = datasets["train"], specs["train"], read_head(datasets["train"], 1000)
     of_features = doubtful_lists(config, train.schema) + labels_as_features(config, spec.labels)
     of_files = copied_files(train) + trained_files(datasets) + absent_columns(train)
-    of_labels = constant_labels(train, spec) + unordered_labels(config, head, spec)
+    of_labels = [sentence for role, spec in specs.items() for sentence in constant_labels(datasets[role], spec)]
+    of_labels += unordered_labels(config, head, spec)
     return of_features + of_files + unsplit_texts(config, head) + large_numbers(head, spec) + of_labels
 
 
@@ -220,17 +221,6 @@ def check_weights(dataset: Dataset, weight: FloatColumn) -> None:
         )
 
 
-def check_known(dataset: Dataset, label: FloatColumn) -> None:
-    """Refuse a label that is unknown in every row. Raises UserError, or an error of `SegmentReader.read`."""
-    if not label.may_be_unknown:
-        return
-    if not any(values.null_count < len(values) for values in _label_columns(dataset, label)):
-        raise UserError(
-            f"config key '{dataset.key}': {label.title} is null in every row, so nothing can be learned from it; "
-            f"remove the label, or add rows that have it"
-        )
-
-
 def copied_files(train: Dataset) -> list[str]:
     """Return a sentence on files of data.train that are copies of others, judged by their sizes and footers."""
     first, copies = dict[tuple[int, int], str](), []
@@ -288,63 +278,3 @@ def _contents(dataset: Dataset) -> Iterator[tuple[str, tuple[int, int] | None]]:
     keys = zip(dataset.file_digests.tolist(), dataset.file_sizes.tolist(), strict=True)
     for path, key, rows in zip(groups.paths, keys, num_rows, strict=True):
         yield path, key if rows >= _FEW_ROWS else None
-
-
-def constant_labels(train: Dataset, spec: BatchSpec) -> list[str]:
-    """Return sentences on binary labels that are the same in every row of data.train, if all can be read."""
-    sentences = []
-    for label in spec.labels:
-        try:
-            values = _values(train, label) if label.binary else set()
-        except BadDataError:  # which training reports, or whose rows it leaves out
-            continue
-        if len(values) == 1:
-            sentences.append(
-                f"config key '{train.key}': {label.title} is {values.pop()} in every row, so a model learns no more "
-                f"than that; take in rows of the other kind"
-            )
-    return sentences
-
-
-def _values(dataset: Dataset, label: FloatColumn) -> set[object]:
-    """Return distinct values of a label or its condition: all if there is only one, else at least two."""
-    values: set[object] = set()
-    for column in _label_columns(dataset, label):
-        values.update(column.drop_null().unique().to_pylist())
-        if len(values) > 1:
-            break
-    return values
-
-
-def _label_columns(dataset: Dataset, label: FloatColumn) -> Iterator[pa.ChunkedArray]:
-    """Yield a label's column, or the values of its condition, one row group after the other."""
-    for table in SegmentReader(dataset, sorted(label.columns())).tables():
-        yield table.column(label.column or "") if label.condition is None else label.condition.mask(table)
-
-
-def unordered_labels(config: Config, head: pa.Table, spec: BatchSpec) -> list[str]:
-    """Return sentences on labels that follow each other in the model, but not in the first rows of data.train.
-
-    A log may have a few such rows. If there are many, labels are named in another order than they happen in, and the
-    model is kept from learning them.
-    """
-    if not config.model.needs().ordered_labels:
-        return []
-    sentences = []
-    for before, label in pairwise(label for label in spec.labels if label.binary):
-        there, (was_there, was_known) = _positives(head, label)[0], _positives(head, before)
-        if alone := np.count_nonzero(there & was_known & ~was_there):
-            sentences.append(
-                f"config key 'data.labels': {label.title} is positive in {alone:,} of the first {len(there):,} rows "
-                f"while {before.title} is not, but model {config.model.name} takes it to happen only after that; name "
-                f"labels in the order in which they happen"
-            )
-    return sentences
-
-
-def _positives(rows: pa.Table, label: FloatColumn) -> tuple[np.ndarray, np.ndarray]:
-    """Return where a binary label is above 0, and where it is known, bool [rows] each."""
-    values = rows.column(label.column or "") if label.condition is None else label.condition.mask(rows)
-    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
-    positive = convert_floats(values, replace(label, fill=0.0, finite=False)) > 0
-    return positive, values.is_valid().to_numpy(zero_copy_only=False)

@@ -12,11 +12,12 @@ import pyarrow.compute as pc
 from recsys.config import Config, IdMappingType, NullPolicy
 from recsys.config.features import float_features, id_features
 from recsys.data.batch import MicroBatches
-from recsys.data.checks import check_known, check_types, check_weights
+from recsys.data.checks import check_types, check_weights
 from recsys.data.convert import convert_ids
 from recsys.data.dataset import Dataset
 from recsys.data.facts import Facts
 from recsys.data.footer_cache import kept_schema
+from recsys.data.label_checks import check_known
 from recsys.data.loader import Loader, LoaderOptions
 from recsys.data.negatives import ItemSampler
 from recsys.data.parquet import open_dataset, read_column, read_head, with_made

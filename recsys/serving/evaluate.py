@@ -15,6 +15,7 @@ from recsys.config import Config
 from recsys.config.features import with_experts
 from recsys.data.dataset import Dataset
 from recsys.data.inputs import Given
+from recsys.data.label_checks import constant_labels
 from recsys.data.loader import Loader
 from recsys.data.permutation import Permutation
 from recsys.data.wanted import read_features, row_filter
@@ -140,6 +141,9 @@ class _Results:
 
 def _evaluated(opened: OpenRun, role: str, extras: Extras, slices: Slices | None) -> _Results:
     """Return the results of a dataset; collective."""
+    dataset, spec = opened.inputs.datasets[role], opened.inputs.spec(role)
+    for sentence in opened.world.from_rank_zero(lambda: constant_labels(dataset, spec)):
+        logger.warning("%s", sentence)
     result = _metrics(opened, opened.inputs.loader(role), extras, slices)
     logger.info("%s: %s", role, show_metrics(result.metrics))
     for name, (low, high) in result.intervals.items():

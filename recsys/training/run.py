@@ -226,8 +226,9 @@ def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[I
     inputs, changes = fit_inputs(learned) if asked.memory.fit else (learned, [])
     if source is not None and asked.memory.fit:
         refuse_differences(inputs.config, source.marker.meaning, source.path, source.init)
-    datasets, spec = inputs.datasets, inputs.spec("train")
-    for sentence in opened.world.from_rank_zero(lambda: doubts(asked, datasets, spec)):
+    datasets = inputs.datasets
+    specs = {str(role): inputs.spec(role) for role in ("train", "valid", "test") if role in datasets}
+    for sentence in opened.world.from_rank_zero(lambda: doubts(asked, datasets, specs)):
         logger.warning("%s", sentence)
     return inputs, changes
 

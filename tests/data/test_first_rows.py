@@ -9,11 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from launch import must_train
 
 from recsys.config import load_config
-from recsys.data.checks import constant_labels, unordered_labels
 from recsys.data.filters import parse_filter, written
 from recsys.data.inputs import open_inputs
+from recsys.data.label_checks import constant_labels, unordered_labels
 from recsys.data.parquet import read_head
 from recsys.errors import UserError
 from recsys.runtime.world import World
@@ -96,6 +97,16 @@ def test_a_label_that_is_the_same_in_every_row_is_told(
     assert len(found) == len(told)
     for sentence, part in zip(found, told, strict=True):
         assert f"{part} in every row, so a model learns no more than that" in sentence
+
+
+def test_a_label_that_is_the_same_in_all_rows_that_are_evaluated_is_told(folder: Path) -> None:
+    pq.write_table(pa.table({**COLUMNS, "label": pa.array([0] * ROWS)}), folder / "valid/a.parquet", row_group_size=20)
+    words, run = ("data.label_column=label", "train.eval_every_epochs=1"), folder / "run"
+    trained = must_train(str(folder / "c.yaml"), f"run.dir={run}", *words).stdout
+    evaluated = must_train("evaluate", str(run), program="recsys").stdout
+    for said in (trained, evaluated):
+        assert said.count("'data.valid': column 'label' (data.label_column) is 0 in every row, so AUC and other") == 1
+        assert "auc nan" in said
 
 
 @pytest.mark.parametrize(
