@@ -123,17 +123,16 @@ class Sweep:
 
     def _try(self, study: Any, trial: Any) -> None:
         optuna, start = import_optuna(), time.monotonic()
-        folder, words = self.out / "trials" / f"{trial.number:04d}", self.space.overrides(trial.params)
-        shown = ", ".join(words)
-        logger.info("trial %d: %s", trial.number, shown)
+        folder, words = self.out / "trials" / f"{trial.number:04d}", [f"{k}={v}" for k, v in trial.params.items()]
+        logger.info("trial %d: %s", trial.number, ", ".join(words))
         try:
             values = [self._value(trial, folder / f"seed-{seed}", words, seed) for seed in range(1, self.seeds + 1)]
-            objectives = [statistics.mean(values)]
+            mean = statistics.mean(values)
             num_bytes = table_bytes(load_config(folder / "seed-1" / "config.yaml"), folder / "seed-1")
             for name, value in (("values", values), ("bytes", num_bytes), ("seconds", time.monotonic() - start)):
                 trial.set_user_attr(name, value)
-            study.tell(trial, [*objectives, *[num_bytes] * self.by_bytes])
-            logger.info("trial %d: %s %.5f", trial.number, self.metric, objectives[0])
+            study.tell(trial, [mean, *[num_bytes] * self.by_bytes])
+            logger.info("trial %d: %s %.5f", trial.number, self.metric, mean)
         except optuna.TrialPruned:
             trial.set_user_attr("seconds", time.monotonic() - start)
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)

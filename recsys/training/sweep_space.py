@@ -166,17 +166,11 @@ class Space:
                 distributions[key] = kinds.FloatDistribution(low, high, log=is_log, step=step)
         return distributions
 
-    def overrides(self, params: Mapping[str, Any]) -> list[str]:
-        """Return values as `key=value`."""
-        return [f"{key}={value}" for key, value in params.items()]
-
     def samples(self) -> list[list[str]]:
         """Return a few lists of `key=value` that cover all choices and what `_checked` names of ranges; the first has
         the first of each key."""
-        return [
-            self.overrides({key: values[min(i, len(values) - 1)] for key, values in self._checked().items()})
-            for i in range(max(map(len, self._checked().values())))
-        ]
+        choices = self._checked()
+        return [[words[min(i, len(words) - 1)] for words in choices] for i in range(max(map(len, choices)))]
 
     def loaded(self, load: Callable[[list[str]], Config]) -> list[Config]:
         """Load configs with lists of `key=value` that cover all choices, and both ends of ranges and a value between.
@@ -194,7 +188,7 @@ class Space:
                 fitting.update(words)
             except UserError:
                 continue  # the word that caused it is found below
-        choices = [[f"{key}={value}" for value in values] for key, values in self._checked().items()]
+        choices = self._checked()
         for place, words in enumerate(choices):
             for word in (word for word in words if word not in fitting):
                 try:
@@ -203,16 +197,16 @@ class Space:
                     raise error.within(f"--space: {word}, which it holds") from error
         return configs
 
-    def _checked(self) -> dict[str, list[Any]]:
-        """Return, by key, the choices of a list, or both ends of a range and the value behind the first, if it has
-        steps: what a key allows of the two, it allows of all, such as multiples of 4."""
+    def _checked(self) -> list[list[str]]:
+        """Return, for each key, `key=value` of the choices of a list, or of both ends of a range and the value behind
+        the first, if it has steps: what a key allows of the two, it allows of all, such as multiples of 4."""
         checked = self.bounds()
         for key in (key for key, text in self.texts.items() if not isinstance(text, list)):
             low, high, how = checked[key]
             step = how if isinstance(how, int | float) else 1 if isinstance(low, int) else high - low
             second = _last_step(low, low + step, step)
             checked[key] = [low, *[second] * (low < second < high), high]
-        return checked
+        return [[f"{key}={value}" for value in values] for key, values in checked.items()]
 
 
 def _number(text: str) -> int | float:
