@@ -78,7 +78,7 @@ class GroupFooters:
         group = source.read_at(stop - start, footer.start + start)
         return parsed_footer(with_one_row_group(footer.head, group, footer.rest)), 0, digest
 
-    def _keep(self, key: tuple[str, int, int], tail: bytes) -> "_Kept":
+    def _keep(self, key: tuple[str, int, int], tail: bytes) -> _Kept:
         content, digest = footer_of(tail), digest_of(tail)
         footer = _cut(content, key[1]) or parsed_footer(content)
         num_bytes = footer.num_bytes if isinstance(footer, _Cut) else footer.serialized_size

@@ -26,7 +26,7 @@ def document(title: str, head: str, sections: Mapping[str, str]) -> str:
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
-        f"<meta name=color-scheme content='light dark'><link rel=icon href='data:,'>"
+        "<meta name=color-scheme content='light dark'><link rel=icon href='data:,'>"
         f"<title>{escape(title)}</title><style>\n{style}</style></head>\n"
         f"<body><a class=skip href='#main'>Skip to the content</a><header><h1>{escape(title)}</h1>{head}"
         f"<nav aria-label=Contents><ul>{links}</ul></nav></header>\n<main id=main>{body}</main></body></html>\n"

@@ -151,7 +151,7 @@ class Record:
 
     @cached_property
     def step(self) -> int:
-        last = self.memory[0]["identity"].get("step", 0) if self.memory else 0
+        last = self.memory[0]["identity"]["step"] if self.memory else 0
         saved = (int(name.removeprefix("step-")) for name, _, _ in self.checkpoints)
         return max([last, self.figures.step, *saved])
 

@@ -104,12 +104,12 @@ def log_shares(inputs: Inputs) -> tuple[torch.Tensor, int]:
     They are float32, [num_embeddings], or [1] if data.train is not read; each table row counts at least once. The
     second result is the number of ids of data.train counted.
     """
-    facts, feature = inputs.facts, inputs.config.model.needs().log_shares_of
-    if facts is None or feature is None or "train" not in inputs.datasets:
+    facts, needs = inputs.facts, inputs.config.model.needs()
+    if facts is None or needs.log_shares_of is None or "train" not in inputs.datasets:
         return torch.zeros(1), 0
-    counts = facts.row_counts[feature]
+    counts = facts.row_counts[needs.log_shares_of]
     share = np.maximum(counts, 1) / max(1, counts.sum())
-    if (number := inputs.config.model.needs().sampled_items) and feature == inputs.config.model.needs().item_id:
+    if (number := needs.sampled_items) and needs.log_shares_of == needs.item_id:
         drawn, size = np.bincount(*inputs.item_shares(), len(counts)), inputs.config.train.global_batch_size
         share = (size * share + number * drawn) / (size + number)
     return torch.from_numpy(np.log(share).astype(np.float32)), int(counts.sum())
