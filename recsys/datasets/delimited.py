@@ -153,13 +153,13 @@ def _write(reader: _Reader, cut: _Splitter, folder: Path, options: CsvOptions) -
 
 def _check(options: CsvOptions) -> None:
     check_bounds(options)
-    if len(options.delimiter) != 1:
+    if len(options.delimiter.encode()) != 1:
         raise UserError(
-            f"--delimiter must be one character, got {options.delimiter!r}; put one in its place in the files, as by "
-            f"sed 's/{options.delimiter or '::'}/\\t/g'"
+            f"--delimiter must be one ASCII character, got {options.delimiter!r}; put one in its place in the files, "
+            f"as by sed 's/{options.delimiter or '::'}/\\t/g'"
         )
-    if len(options.quote or "") > 1:
-        raise UserError(f"--quote must be one character, or '' for none, got {options.quote!r}")
+    if len((options.quote or "").encode()) > 1:
+        raise UserError(f"--quote must be one ASCII character, or '' for none, got {options.quote!r}")
     for name, dtype in [*options.types.items(), *((n, k) for n, (_, k) in options.lists.items())]:
         if dtype not in TYPES:
             raise UserError(f"type {dtype!r} of column {name!r} is unknown; allowed are {', '.join(TYPES)}")

@@ -352,7 +352,7 @@ MISTAKES = {
     "csv {log} --out {tmp}/o --split 0.5,x": "numbers separated by commas",
     "csv {log} --out {tmp}/o --split 0.5,0.5 --split-by time": "time:COLUMN",
     "csv {log} --out {tmp}/o --split 0.5,0.5 --split-by time:tags": "must be a number",
-    "csv {log} --out {tmp}/o --delimiter ab": "one character",
+    "csv {log} --out {tmp}/o --delimiter ab": "one ASCII character",
     "csv {tmp}/semicolons.csv --out {tmp}/o": "has one column, 'user;item'; if ';' divides it, add --delimiter ';'",
     "csv {tmp}/commas.csv --out {tmp}/o": "Expected 1 columns, got 2: 1;a, b; if another sign than a comma divides its",
     "csv {log} {tmp}/ragged.csv --out {tmp}/o": "ragged.csv: CSV parse error: Row #3",

@@ -91,9 +91,12 @@ def test_quoted_texts_of_several_lines_are_read(tmp_path: Path) -> None:
     assert _converted(tmp_path, 'text,n\n"a,5\nc, 6",1\n', delimiter=",")["text"] == ["a,5\nc, 6"]
 
 
-def test_a_delimiter_of_two_characters_is_told_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"one character, got '::'; put one .* as by sed 's/::/\\t/g'"):
-        _converted(tmp_path, "1::2::5::978300760\n", delimiter="::")
+@pytest.mark.parametrize("sign", ["::", "¦"])
+def test_signs_that_are_not_one_ascii_character_are_told_what_to_do(tmp_path: Path, sign: str) -> None:
+    with pytest.raises(UserError, match=rf"one ASCII character, got '{sign}'; put one .* as by sed 's/{sign}/\\t/g'"):
+        _converted(tmp_path, sign.join(["1", "2", "5"]) + "\n", delimiter=sign)
+    with pytest.raises(UserError, match=f"--quote must be one ASCII character, or '' for none, got '{sign}'"):
+        _converted(tmp_path, "a\tb\n1\t2\n", quote=sign)
 
 
 def test_whole_numbers_beyond_int64_are_not_rounded(tmp_path: Path) -> None:
