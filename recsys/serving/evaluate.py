@@ -1,7 +1,7 @@
 """Evaluation of a finished run on other data, which leaves the run unchanged."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from recsys.config import Config
 from recsys.config.features import with_experts
 from recsys.data.dataset import Dataset
-from recsys.data.inputs import Given
+from recsys.data.inputs import Given, Inputs
 from recsys.data.label_checks import constant_labels
 from recsys.data.loader import Loader
 from recsys.data.permutation import Permutation
@@ -107,6 +107,9 @@ def evaluate(run: Finished, roles: Sequence[str], extras: Extras = Extras()) -> 
             "metrics": metrics,
             "intervals": {role: of_role.intervals for role, of_role in results.items()} if extras.bootstrap else {},
             "by": {} if extras.by is None else {extras.by: {role: of_role.slices for role, of_role in results.items()}},
+            "intervals_by": {extras.by: {role: of_role.slice_intervals for role, of_role in results.items()}}
+            if extras.by is not None and extras.bootstrap
+            else {},
             "importance": {role: of_role.importance for role, of_role in results.items()} if extras.importance else {},
             "data": {role: _described(config, role, dataset) for role, dataset in datasets.items()},
             "world_size": world.world_size,
@@ -131,11 +134,12 @@ def _given(config: Config, role: str, extras: Extras) -> Given:
 
 @dataclass
 class _Results:
-    """Results of a dataset: metrics, their intervals, metrics by slice, and losses by permuted feature."""
+    """Results of a dataset: metrics and their intervals, both also by slice, and losses by permuted feature."""
 
     metrics: dict[str, float]
     intervals: dict[str, list[float]]
     slices: _ByName
+    slice_intervals: dict[str, dict[str, list[float]]]
     importance: _ByName
 
 
@@ -149,11 +153,21 @@ def _evaluated(opened: OpenRun, role: str, extras: Extras, slices: Slices | None
     for name, (low, high) in result.intervals.items():
         logger.info("%s, %s: 95 %% between %.4f and %.4f", role, name, low, high)
     for value, of_value in result.slices.items():
-        sizes = [f", {of_value[name]:,.0f} {name}" for name in ("rows", "users") if name in of_value]
-        logger.info("%s, %s %s%s: %s", role, extras.by, value, "".join(sizes), show_metrics(of_value))
+        logger.info("%s, %s %s%s: %s", role, extras.by, value, _sizes(of_value), show_metrics(of_value))
+        bounds = [f"{name} {low:.4f} and {high:.4f}" for name, (low, high) in result.slice_intervals[value].items()]
+        if bounds:
+            logger.info("%s, %s %s: 95 %% between %s", role, extras.by, value, ", ".join(bounds))
     if extras.importance:
         result.importance = importance(opened, role, result.metrics, extras.importance)
     return result
+
+
+def _sizes(metrics: Mapping[str, float]) -> str:
+    """Return how many rows or users metrics are of: one number, unless labels are known of different rows."""
+    sizes = {name: value for name, value in metrics.items() if name.split(".")[-1] in ("rows", "users")}
+    if len({*sizes.values()}) == 1:
+        sizes = {name.split(".")[-1]: value for name, value in sizes.items()}
+    return "".join(f", {value:,.0f} {name}" for name, value in sizes.items())
 
 
 @torch.no_grad()
@@ -181,12 +195,17 @@ def _metrics(opened: OpenRun, loader: Loader, extras: Extras = Extras(), slices:
                 by_slice[name] = make()
             by_slice[name].update(output.outputs, part, *of_units)
     names = in_order({name for own in inputs.world.gather(list(by_slice)) for name in own})
-    by_name = {name: _computed(by_slice.get(name, make()), inputs.world, extras) for name in names}
-    intervals = {}
-    if extras.bootstrap:
-        bootstrap = Bootstrap(extras.bootstrap, inputs.config.seed)
-        intervals = total.intervals(inputs.world, bootstrap, extras.group is not None)
-    return _Results(_computed(total, inputs.world, extras), intervals, by_name, {})
+    slices_in_order = {name: by_slice.get(name, make()) for name in names}
+    by_name = {name: _computed(evaluator, inputs.world, extras) for name, evaluator in slices_in_order.items()}
+    intervals = partial(_intervals, inputs, extras)
+    intervals_by_name = {name: intervals(evaluator) for name, evaluator in slices_in_order.items()}
+    return _Results(_computed(total, inputs.world, extras), intervals(total), by_name, intervals_by_name, {})
+
+
+def _intervals(inputs: Inputs, extras: Extras, evaluator: Evaluator) -> dict[str, list[float]]:
+    if not (extras.bootstrap and isinstance(evaluator, (LabelEvaluator, RetrievalEvaluator))):
+        return {}
+    return evaluator.intervals(inputs.world, Bootstrap(extras.bootstrap, inputs.config.seed), extras.group is not None)
 
 
 def _computed(evaluator: Evaluator, world: World, extras: Extras) -> dict[str, float]:

@@ -13,6 +13,7 @@ import torch
 from launch import ROOT, evaluate, run_recsys
 
 from recsys.errors import UserError
+from recsys.serving.evaluate import _sizes
 from recsys.serving.finished import find_run
 
 
@@ -83,7 +84,7 @@ def test_groups_intervals_and_cold_ids_on_any_ranks(run: tuple[Path, dict[str, A
     drawn = "--group", "user_id", "--bootstrap", "40"
     alone = result_of(run[0], tmp_path / "1", *words, *drawn)
     other = result_of(run[0], tmp_path / "2", *words, *drawn, "train.eval_batch_size=64", nproc=2)
-    for key in ("metrics", "intervals", "by"):
+    for key in ("metrics", "intervals", "by", "intervals_by"):
         torch.testing.assert_close(other[key], alone[key], rtol=0, atol=1e-6)
     (low, high), metrics = alone["intervals"]["test"]["gauc"], alone["metrics"]["test"]
     assert 0 < low < metrics["gauc"] < high < 1 and set(alone["intervals"]["test"]) == set(metrics) - {"rows"}
@@ -92,11 +93,27 @@ def test_groups_intervals_and_cold_ids_on_any_ranks(run: tuple[Path, dict[str, A
     ids, counts = np.unique(train, return_counts=True)
     num_warm = int(np.isin(test, ids[counts >= 25]).sum())
     slices = alone["by"]["item_id"]["test"]
+    for name, bounds in alone["intervals_by"]["item_id"]["test"].items():
+        assert set(bounds) == set(slices[name]) - {"rows"} and bounds["auc"][0] < slices[name]["auc"] < bounds["auc"][1]
     counted = {name: each["rows"] for name, each in slices.items()}
     assert counted == {"count 0-24": len(test) - num_warm, "count 25+": num_warm}
     assert alone["data"]["train"]["rows"] == len(train)
     rows = result_of(run[0], tmp_path / "3", "--bootstrap", "40")["intervals"]["test"]
     assert "gauc" not in rows and rows["auc"] != alone["intervals"]["test"]["auc"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        ({"auc": 0.5, "rows": 1234.0}, ", 1,234 rows"),
+        ({"recall@5": 0.5, "users": 7.0}, ", 7 users"),
+        ({"click.auc": 0.5, "click.rows": 7.0, "buy.auc": 0.5, "buy.rows": 7.0}, ", 7 rows"),
+        ({"click.auc": 0.5, "click.rows": 7.0, "buy.auc": 0.5, "buy.rows": 5.0}, ", 7 click.rows, 5 buy.rows"),
+        ({"mine": 0.5}, ""),
+    ],
+)
+def test_how_many_rows_a_slice_has(metrics: dict[str, float], told: str) -> None:
+    assert _sizes(metrics) == told
 
 
 @pytest.mark.slow
