@@ -29,7 +29,9 @@ _IN_TEXTS = {
     "|": r"^[^|]+(\|[^|]+)+$",
     ";": r"""^[^;|()\[\]{}"]+(;[^;|()\[\]{}"]+)+$""",
     ",": r"""^[^\s,.()\[\]{}"]+(,[^\s,.()\[\]{}"]+)+$""",
+    " ": r"^[\w-]+( +[\w-]+)+$",
 }
+_WITH_DIGITS = r"^\s*([\w-]*\d[\w-]*(\s+|$))*$"  # spaces divide ids if each has a digit, otherwise they may be words
 _WITH_COMMA = r"^-?\d+,\d+$|^-?\d{1,3}(,\d{3})+$"  # 1,50 and 1,234,567
 _MANY_IN_TEXTS = 0.1
 ALIKE = 0.5  # columns with a larger `Column.likeness` hold the same ids
@@ -133,11 +135,13 @@ class Column:
         if pa.types.is_string(self.element):
             texts = values[:_TEXTS_OF_A_ROW_GROUP]
             self._num_texts += len(texts)
-            for separator, pattern in _IN_TEXTS.items():
-                divided = pc.match_substring_regex(texts, pattern)
+            for separator in self._num_divided:
+                divided = pc.match_substring_regex(texts, _IN_TEXTS[separator])
                 if separator == ",":
                     divided = pc.and_not(divided, pc.match_substring_regex(texts, _WITH_COMMA))
                 self._num_divided[separator] += pc.sum(divided).as_py()
+            if not pc.all(pc.match_substring_regex(texts, _WITH_DIGITS)).as_py():
+                self._num_divided.pop(" ", None)
         if self.is_time:
             self._keep_times(values)
 

@@ -185,6 +185,15 @@ def test_folders_that_prepare_writes_are_taken_as_they_are(tmp_path: Path) -> No
         (["Action; Comedy", "Drama", "Action; Drama; Comedy", None], ";"),
         (["12,57,3", "3,12", "57", ""], ","),
         (["red,blue", "red", "blue,green,red", "green"], ","),
+        (["12 55 13", "55", "12 13", ""], " "),
+        (["N55189 N42782", "N42782", "N34694 N55189  N42782", None], " "),
+        (["Apollo 13", "Toy Story 2", "2001", "Heat"] * 2, None),
+        (["12 Monkeys", "48 Hours", "101 Dalmatians", "300"] * 2, None),
+        (["cheap flights", "flights paris", "cheap hotel paris", "hotel"], None),
+        ([f"0{30 + i % 9} {i * 37 + 100} {i * 91}"[: 9 + i % 5] for i in range(100)], None),  # telephones
+        (["2026-11-05 18:30", "2026-11-06 07:15", "2026-11-05 18:31", ""], None),
+        (["12.5 3.1", "7.2", "3.1 12.5 1.0", "7.2"], None),
+        (["Main St 12", "Main St 7", "High St 12", "12 Oak Ave"], None),
         (["google|5f7c", "google|81aa", "mail|22", "mail|7"], None),  # as many parts in each
         (["1,50", "1,234,567", "20", "3,75"], None),
         (["48.1,11.5", "52.5,13.4", "1.2,3.4,5.6", "48.1,11.5"], None),
