@@ -148,9 +148,8 @@ def _is_mlp(module: nn.Module) -> bool:
 class _MLP(InParts, nn.Sequential):
     def forward(self, input: torch.Tensor, keep: bool = True) -> torch.Tensor:
         layers = list(self._modules.values())
-        is_watched = any(layer._forward_pre_hooks for layer in layers)  # hooks run only if layers are called
-        if not torch.is_grad_enabled() or input.dim() != 2 or is_watched:
-            return super().forward(input)
+        if not torch.is_grad_enabled() or input.dim() != 2 or any(layer._forward_pre_hooks for layer in layers):
+            return super().forward(input)  # hooks run only if layers are called
         parameters = [parameter for layer in layers[::3] for parameter in (layer.weight, layer.bias)]
         result: torch.Tensor = _MLPInParts.apply(input, self.num_parts, keep, layers[2::3], *parameters)
         return result
@@ -333,15 +332,17 @@ def _products(gradients: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a weight, [outputs, inputs], from parts of the rows, [parts, rows, outputs or inputs].
 
     A single product is split over threads, and so is a long sum; of two products in a batch, each thread computes one.
-    But two products with a vector in a batch are summed in another order than a single one.
+    But two products with a vector are summed in another order than one, and so are some whose second result begins
+    between multiples of 16 bytes.
     """
     outputs, width = gradients.shape[2], inputs.shape[2]
+    if outputs > 1 < width and outputs * width % 4:
+        return _products(F.pad(gradients, (0, -outputs % 4)), inputs)[:outputs]
     if outputs == 1 or width == 1:
         wide, narrow = (gradients, inputs) if width == 1 else (inputs, gradients)
         sums = [(columns * narrow).sum(1).sum(0) for columns in wide.split(_COLUMNS_AT_ONCE, dim=2)]
         return torch.cat(sums).view(outputs, width)
-    blocks = min(-(-outputs * width // _ELEMENTS_AT_ONCE), outputs // 2, _MOST_BLOCKS)
-    if blocks == 1:
+    if (blocks := min(-(-outputs * width // _ELEMENTS_AT_ONCE), outputs // 2, _MOST_BLOCKS)) == 1:
         return torch.bmm(gradients.mT, inputs).sum(0)
     result = gradients.new_empty(outputs, width)
     for out, block in zip(result.tensor_split(blocks), gradients.tensor_split(blocks, dim=2), strict=True):
