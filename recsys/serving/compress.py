@@ -227,7 +227,7 @@ def _prune(trials: Trials, before: Compression, budget: float, by: str) -> tuple
     cuts = _cuts(len(rows), num_idle)
 
     def after(number: int) -> Compression:
-        chosen = cuts[number - 1] if number else 0
+        chosen = cuts[number]
         by_table = {name: rows[:chosen][tables[:chosen] == i] for i, name in enumerate(trials.config.tables)}
         pruned = {
             name: trials.pruning(name, np.concatenate([_gone(before, name), dropped]))
@@ -237,9 +237,9 @@ def _prune(trials: Trials, before: Compression, budget: float, by: str) -> tuple
         return replace(before, pruned={**before.pruned, **pruned})
 
     number = most_accepted(
-        len(cuts), lambda n: trials.loss(after(n), f"prune, {cuts[n - 1]:,} of {len(rows):,} rows").at_most <= budget
+        len(cuts) - 1, lambda n: trials.loss(after(n), f"prune, {cuts[n]:,} of {len(rows):,} rows").at_most <= budget
     )
-    return after(number), f"{cuts[number - 1]:,} of {len(rows):,} rows" if number else ""
+    return after(number), f"{cuts[number]:,} of {len(rows):,} rows" if number else ""
 
 
 def _gone(compression: Compression, table: str) -> np.ndarray:
@@ -249,9 +249,8 @@ def _gone(compression: Compression, table: str) -> np.ndarray:
 
 
 def _cuts(number: int, idle: Sequence[int] = (0,)) -> np.ndarray:
-    """Return how many of `number` rows or neurons to try to prune, from 1 on; idle ones, in front, all or none."""
-    cuts = np.unique([*idle, *np.linspace(max(idle), number, _CUTS + 1).astype(int)])
-    return cuts[cuts > 0]
+    """Return how many of `number` rows or neurons to try to prune, from 0 on; idle ones, in front, all or none."""
+    return np.unique([0, *idle, *np.linspace(max(idle), number, _CUTS + 1).astype(int)])
 
 
 def _neurons(trials: Trials, before: Compression, budget: float) -> tuple[Compression, str]:
@@ -278,15 +277,15 @@ def _neurons(trials: Trials, before: Compression, budget: float) -> tuple[Compre
     order, cuts = np.argsort(values, kind="stable"), _cuts(len(neurons))
 
     def after(number: int) -> Compression:
-        chosen = order[: cuts[number - 1] if number else 0]
+        chosen = order[: cuts[number]]
         pruned = {name: neurons[chosen][layers[chosen] == i] for i, name in enumerate(trials.layers)}
         kept = {name: trials.kept_neurons(before, name, dropped) for name, dropped in pruned.items() if len(dropped)}
         return replace(before, neurons={**before.neurons, **kept})
 
     number = most_accepted(
-        len(cuts), lambda n: trials.loss(after(n), f"neurons, {cuts[n - 1]:,} of {len(neurons):,}").at_most <= budget
+        len(cuts) - 1, lambda n: trials.loss(after(n), f"neurons, {cuts[n]:,} of {len(neurons):,}").at_most <= budget
     )
-    return after(number), f"{cuts[number - 1]:,} of {len(neurons):,} hidden neurons" if number else ""
+    return after(number), f"{cuts[number]:,} of {len(neurons):,} hidden neurons" if number else ""
 
 
 def _least_important(trials: Trials, before: Compression, importance: str) -> tuple[np.ndarray, np.ndarray, list[int]]:
