@@ -86,7 +86,7 @@ def unordered_labels(config: Config, head: pa.Table, spec: BatchSpec) -> list[st
 
 def _positives(rows: pa.Table, label: FloatColumn) -> tuple[np.ndarray, np.ndarray]:
     """Return where a binary label is above 0, and where it is known, bool [rows] each."""
-    values = rows.column(label.column or "") if label.condition is None else label.condition.mask(rows)
-    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    column = rows.column(label.column or "") if label.condition is None else label.condition.mask(rows)
+    values = column.combine_chunks()
     positive = convert_floats(values, replace(label, fill=0.0, finite=False)) > 0
     return positive, values.is_valid().to_numpy(zero_copy_only=False)
