@@ -336,7 +336,7 @@ def _products(gradients: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     between multiples of 16 bytes.
     """
     outputs, width = gradients.shape[2], inputs.shape[2]
-    if outputs > 1 < width and outputs * width % 4:
+    if min(outputs, width) > 1 and outputs * width % 4:
         return _products(F.pad(gradients, (0, -outputs % 4)), inputs)[:outputs]
     if outputs == 1 or width == 1:
         wide, narrow = (gradients, inputs) if width == 1 else (inputs, gradients)
