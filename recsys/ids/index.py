@@ -5,9 +5,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.errors import UserError
-from recsys.ids.hashing import IdKeys, keys_of_one_kind
+from recsys.ids.hashing import IdKeys, keys_in_order
 from recsys.ids.mappings import IdMapping, expected_share, share_of_collisions
-from recsys.runtime.loops import distinct, modulo
+from recsys.runtime.loops import CHUNK, distinct, modulo
 
 _PLACES_PER_ID = 4  # at least 2; with more places, fewer ids share one
 _LAST = np.uint64(2**64 - 1)
@@ -41,21 +41,23 @@ class IndexMapping(IdMapping):
         """
         super().__init__(len(ids), seed)
         self._dtype = ids.type
-        self._keys = _in_order(ids)
+        self._keys = keys_in_order(ids)
         hashes = self._keys.hashes(seed)
         order = np.argsort(hashes, kind="stable")
-        self._hashes = np.append(hashes[order], _LAST)  # _LAST ends every search, and has number 0
-        self._numbers = np.append(order + 1, 0).astype(f"i{_width(len(ids))}")
+        # _LAST ends every search, and has number 0. Of many ids, each temporary takes as much as the ids.
+        self._hashes = np.full(len(ids) + 1, _LAST)
+        np.take(hashes, order, out=self._hashes[:-1], mode="clip")
+        del hashes
+        self._numbers = np.zeros(len(ids) + 1, f"i{_width(len(ids))}")
+        np.add(order, 1, out=self._numbers[:-1], casting="unsafe")
+        del order
         for place in (self._hashes[1:-1] == self._hashes[:-2]).nonzero()[0][:1].tolist():
             first, second = (self._shown(number - 1) for number in self._numbers[place : place + 2].tolist())
             if first == second:
                 raise UserError(f"id {first} occurs twice in a list of distinct ids; list it once")
             raise UserError(f"ids {first} and {second} have the same 64-bit hash; rename one of them")
         self._shift = np.uint64(65 - _num_places(len(ids)).bit_length())
-        ends = np.bincount((hashes >> self._shift).view(np.int64), minlength=_num_places(len(ids)))
-        np.cumsum(ends, out=ends)
-        self._starts = np.zeros(len(ends), self._numbers.dtype)
-        self._starts[1:] = ends[:-1]
+        self._starts = self._starts_of_places()
 
     def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
         np.subtract(self._find(keys, start, chunk), 1, out=out)
@@ -105,6 +107,15 @@ class IndexMapping(IdMapping):
         numbers[(candidates != hashes).nonzero()[0]] = 0
         return numbers
 
+    def _starts_of_places(self) -> np.ndarray:
+        """Return for each place the number of hashes before it, int32 or int64 [places]."""
+        starts = np.zeros(_num_places(len(self._hashes) - 1) + 1, self._numbers.dtype)
+        for start in range(0, len(self._hashes) - 1, CHUNK):
+            places = (self._hashes[start : min(start + CHUNK, len(self._hashes) - 1)] >> self._shift).view(np.int64)
+            starts[places[0] + 1 : places[-1] + 2] += np.bincount(places - places[0])
+        np.cumsum(starts, out=starts)
+        return starts[:-1]
+
     def _shown(self, i: int) -> object:
         if len(self._keys.numbers):
             return self._keys.numbers[i]
@@ -153,16 +164,6 @@ class VocabularyMapping(IndexMapping):
         buckets = hashes.copy()
         modulo(buckets, self._num_buckets, np.empty_like(buckets))
         return buckets.view(np.int64)
-
-
-def _in_order(ids: pa.Array) -> IdKeys:
-    """Return the keys of ids in the order of the ids."""
-    keys = keys_of_one_kind(ids)
-    if keys.indices is None:
-        return keys
-    if len(keys.numbers):
-        return IdKeys(keys.numbers[keys.indices])
-    return IdKeys(keys.numbers, keys.texts.take(pa.array(keys.indices)))
 
 
 def _num_places(num_ids: int) -> int:

@@ -10,11 +10,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recsys.errors import UserError
-from recsys.ids.hashing import is_text, keys_of_one_kind
+from recsys.ids.hashing import is_text, keys_in_order, keys_of_one_kind
 from recsys.ids.index import IndexMapping
 from recsys.runtime.files import replacing
 
 _MERGED_AT_ONCE = 1 << 17
+_COUNTED_AT_ONCE = (1 << 20) - 1  # a million distinct ids take 67 MB in Arrow's hash table, and one more 250
 _UNSEEN = "unseen_runs"
 
 
@@ -36,8 +37,8 @@ class IdCounter:
         keys = keys_of_one_kind(ids)
         values = keys.texts if len(keys.texts) else _wide(keys.numbers)
         if keys.indices is None:
-            counted = values.value_counts()
-            self._append(*counted.flatten())
+            for start in range(0, len(values), _COUNTED_AT_ONCE):
+                self._append(*values.slice(start, _COUNTED_AT_ONCE).value_counts().flatten())
         else:
             self._append(values, pa.array(np.bincount(keys.indices, minlength=len(keys))))
 
@@ -246,10 +247,15 @@ def read_vocabulary(path: Path) -> pa.Array:
 
 def num_again(ids: pa.Array | pa.ChunkedArray) -> int:
     """Return how many ids of a list, without nulls, are in it before."""
-    if not pa.types.is_integer(ids.type):
+    if not (pa.types.is_integer(ids.type) or is_text(ids.type)):
         return len(ids) - len(ids.unique())
-    numbers = np.sort(ids.to_numpy())  # Arrow's hash table takes 200 bytes for each
-    return int(np.count_nonzero(numbers[1:] == numbers[:-1]))
+    # Arrow's hash table takes 200 bytes for each id.
+    chunks = ids.chunks if isinstance(ids, pa.ChunkedArray) else [ids]
+    hashes = np.concatenate([np.zeros(0, np.uint64), *(keys_in_order(chunk).hashes(0) for chunk in chunks)])
+    hashes.sort()
+    again = int(np.count_nonzero(hashes[1:] == hashes[:-1]))
+    # Different numbers have different hashes, and different texts nearly always.
+    return again if pa.types.is_integer(ids.type) or not again else len(ids) - len(ids.unique())
 
 
 def read_unseen_runs(path: Path) -> np.ndarray:
