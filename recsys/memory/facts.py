@@ -92,9 +92,10 @@ class DataFacts:
         )
 
     def counting_bytes(self, rank: int, num_ranks: int) -> dict[str, int]:
-        """Return by kind the bytes that a rank holds while vocabularies are counted and chosen; empty if none is."""
+        """Return by kind the bytes that a rank holds while vocabularies are counted and chosen, or read where a run
+        resumes or a file has them; empty if there are none."""
         if not (self.counted_ids or self.counted_bytes):
-            return {}
+            return {"vocabularies": self.vocabulary_bytes} if self.vocabulary_bytes else {}
         counted, choosing, chosen, indices = 0.0, 0.0, 0.0, 0.0
         for table, n in self.counted_ids.items():
             text = self.counted_texts.get(table, 0.0)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from launch import run_recsys, run_train
 from storages import walk
 
 from recsys.config import ShardingChoice
-from recsys.memory import Timeline
+from recsys.memory import DataFacts, Timeline
 
 KINDS = [choice.value for choice in ShardingChoice if choice is not ShardingChoice.auto]
 TYPES = ("FP32", "FP16")
@@ -67,6 +68,12 @@ def test_loops_that_are_compiled_are_predicted(tmp_path: Path) -> None:
         run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={run}", *options)
         peak = json.loads((run / "memory/rank_0.json").read_text())["peak"]
         assert peaks.is_near(peak["predicted_bytes"], peak["measured_bytes"]), peak
+
+
+def test_a_vocabulary_that_is_read_instead_of_counted_is_predicted() -> None:
+    facts = DataFacts({}, 4, 0, (), {}, "", vocabulary_bytes=1000)
+    assert facts.counting_bytes(0, 1) == {"vocabularies": 1000}
+    assert replace(facts, vocabulary_bytes=0).counting_bytes(0, 1) == {}
 
 
 @pytest.mark.slow
