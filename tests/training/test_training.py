@@ -46,7 +46,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     """The same run on two ranks with every table split by rows."""
     run_dir = tmp_path_factory.mktemp("pair")
     options = ("train.checkpoint_every_steps=20", "train.keep_checkpoints=9", "model.dropout=0.1")
-    return run_dir, train(run_dir, *options, *sharded("row_wise"), nproc=2, launch=run_train)
+    return run_dir, train(run_dir, *options, *sharded("row_wise"), nproc=2)
 
 
 def assert_same_run(run_dir: Path, result: dict[str, Any], other_dir: Path, other: dict[str, Any]) -> None:
