@@ -29,7 +29,11 @@ from recsys.training.build import log_shares
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_retrieval(tmp_path_factory.mktemp("retrieval"))
+    path = write_retrieval(tmp_path_factory.mktemp("retrieval"))
+    # Four epochs of larger steps learn as much as twelve of the usual ones, on three ranks in a third of the time.
+    quick = "\noptimizer: {dense: {learning_rate: 0.01}, tables: {learning_rate: 0.1}}\n"
+    path.write_text(path.read_text().replace("epochs: 12", "epochs: 4") + quick)
+    return path
 
 
 # Three ranks have 21, 21 and 22 of 64 rows, so that batches of two are filled up.
@@ -37,7 +41,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ranks_share_their_negatives(nproc: int, config: Path, one_process: Trained, tmp_path: Path) -> None:
     _, alone, losses = one_process
     metrics, losses_of_ranks = train(config, tmp_path, nproc=nproc)
-    assert len(losses) == 12 * -(-600 // 64)
+    assert len(losses) == 4 * -(-600 // 64)
     torch.testing.assert_close(losses_of_ranks[:20], losses[:20], rtol=0, atol=1e-5)
     torch.testing.assert_close(losses_of_ranks, losses, rtol=0, atol=1e-4)
     torch.testing.assert_close(metrics, alone, rtol=0, atol=1e-6)
