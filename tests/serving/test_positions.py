@@ -23,7 +23,8 @@ tables:
   position: {num_embeddings: 20, embedding_dim: 8, mapping: vocabulary}
 model: {name: dlrm}
 data: {train: DIR/train, test: DIR/test, label_column: clicked, num_streams: 6}
-train: {global_batch_size: 120, epochs: 2, log_every_steps: 1}
+train: {global_batch_size: 300, epochs: 2, log_every_steps: 1}
+optimizer: {dense: {learning_rate: 0.004}, tables: {learning_rate: 0.1}}
 """
 
 
@@ -74,23 +75,21 @@ def test_what_users_want_is_ranked_better_than_without_the_position(config: Path
         told = json.loads(evaluation(each, config.parent / "logged", "--by", "position").read_text())
         clicked.append(told["metrics"]["test"]["auc"])
         clicked_first.append(told["by"]["position"]["test"]["1"]["auc"])
-    assert wanted == pytest.approx([0.81, 0.762], abs=0.01)
+    assert wanted == pytest.approx([0.814, 0.756], abs=0.01)
     # Clicks of the log favour the items that were shown first; those at one position do not.
-    assert clicked == pytest.approx([0.736, 0.745], abs=0.006) and clicked[0] < clicked[1]
-    assert clicked_first == pytest.approx([0.812, 0.769], abs=0.01)
+    assert clicked == pytest.approx([0.732, 0.742], abs=0.006) and clicked[0] < clicked[1]
+    assert clicked_first == pytest.approx([0.816, 0.766], abs=0.01)
 
 
 def test_scores_are_the_same_whatever_positions_are_given(config: Path, run: Path, tmp_path: Path) -> None:
     rows = pq.read_table(config.parent / "test")
     with_positions = rows.append_column("position", pa.array([f"not {i}" for i in range(len(rows))]))
     write(tmp_path / "rows", with_positions)
-    for name, data in (("without", config.parent / "test"), ("with", tmp_path / "rows")):
-        run_recsys("predict", run, data, tmp_path / name)
-    run_recsys("predict", run, tmp_path / "rows", tmp_path / "kept", "--keep", "position")
-    assert pq.read_table(tmp_path / "kept")["position"].to_pylist() == with_positions["position"].to_pylist()
-    predicted = pq.read_table(tmp_path / "without")
+    run_recsys("predict", run, config.parent / "test", tmp_path / "without")
+    run_recsys("predict", run, tmp_path / "rows", tmp_path / "with", "--keep", "position")
+    predicted, kept = pq.read_table(tmp_path / "without"), pq.read_table(tmp_path / "with")
     assert predicted.column_names == ["user", "item", "score"]
-    assert pq.read_table(tmp_path / "with").equals(predicted)
+    assert kept["position"].equals(with_positions["position"]) and kept["score"].equals(predicted["score"])
     given = recsys.open_run(run)
     assert given.predict(rows).equals(given.predict(with_positions)) and given.predict(rows).equals(predicted)
     run_recsys("export", run, tmp_path / "export")
@@ -121,7 +120,7 @@ def test_any_ranks_and_a_stop_learn_the_same(config: Path, run: Path, tmp_path: 
         told, losses = train(config, tmp_path / str(nproc), nproc=nproc)
         assert losses == pytest.approx(alone, rel=1e-5)
         assert told == pytest.approx(metrics(run), rel=1e-5)
-    train(config, tmp_path / "stopped", "train.max_steps=130")
+    train(config, tmp_path / "stopped", "train.max_steps=50")
     again = train(config, tmp_path / "stopped", "run.resume=true")
     assert again == (metrics(run), alone)
 
