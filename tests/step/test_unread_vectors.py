@@ -67,12 +67,18 @@ def losses(config: Path, run: Path, *overrides: str, nproc: int = 1) -> list[flo
     return losses_of(run)
 
 
+@pytest.fixture(scope="module")
+def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses where each batch is in one part."""
+    found = losses(config, tmp_path_factory.mktemp("whole"))
+    assert len(found) == 12 and found[-1] < 0.9 * found[0]
+    return found
+
+
 @pytest.mark.parametrize(("nproc", "micro_batch_size"), [(1, 1), (1, 2), (2, None), (2, 1)])
 def test_lists_that_a_part_does_not_have_change_nothing(
-    nproc: int, micro_batch_size: int | None, config: Path, tmp_path: Path
+    nproc: int, micro_batch_size: int | None, config: Path, whole: list[float], tmp_path: Path
 ) -> None:
-    whole = losses(config, tmp_path / "whole")
-    assert len(whole) == 12 and whole[-1] < 0.9 * whole[0]
     size = "null" if micro_batch_size is None else micro_batch_size
     parts = losses(config, tmp_path / "parts", f"train.micro_batch_size={size}", nproc=nproc)
     assert parts == pytest.approx(whole, rel=1e-5)
