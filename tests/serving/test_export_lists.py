@@ -15,7 +15,9 @@ from recsys.serving.export_tables import Files
 
 def test_short_lists(tmp_path: Path) -> None:
     """Lists that a graph is made and tried with are no longer than those that the model reads."""
-    config = SASRecConfig(history="history", item_id="item", dim=4, max_length=1, layer=SequenceLayer.hstu)
+    config = SASRecConfig(
+        history="history", item_id="item", dim=4, max_length=1, num_blocks=1, layer=SequenceLayer.hstu
+    )
     model = SASRec(config, DenseInputs({"history": 4, "item": 4}, [])).eval()
     inputs = GraphInputs({"history": 4, "item": 4}, 0, {"history": config.max_length + 1}, False)
     dense = DenseExport(Files(tmp_path), model, inputs, False)
