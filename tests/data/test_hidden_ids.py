@@ -87,7 +87,7 @@ def drawn(feature: str, epoch: int, seed: int = 1) -> set[int]:
         ["data.num_threads=0"],
         ["data.num_streams=1", "data.window_mib=1"],
         ["data.shuffle=false"],
-        ["data.processes=true"],
+        pytest.param(["data.processes=true"], marks=pytest.mark.slow),
         ["train.global_batch_size=64"],
     ],
 )

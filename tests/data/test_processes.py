@@ -123,6 +123,7 @@ def test_one_that_hangs_does_not_keep_a_run_from_its_end(dataset, monkeypatch):
     assert shared_files() <= before
 
 
+@pytest.mark.slow
 def test_they_end_with_the_one_that_trains_and_not_by_its_signals(dataset):
     folder = Path(dataset.row_groups.paths[0]).parent
     program = f"""
