@@ -1,5 +1,8 @@
 """What all tests share: a limit of time, their order, and how Python and libgomp spare the cores.
 
+Compiled tests are kept where PYTHONDONTWRITEBYTECODE is set too: to rewrite their asserts anew took each worker of each
+session a third of what it computes before its first test.
+
 Python's collector of cycles is off while tests are imported and gathered: all of that stays, and looking through it
 again and again took a third of the time. It is left out later too. Threads of libgomp sleep as soon as they have
 nothing to do: each that spins has a core that another test wants, which took two thirds of the CPU time of tests on two
@@ -9,12 +12,14 @@ threads, and a quarter of that of small runs.
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 
 gc.disable()
+sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, which reads it
 
 
