@@ -123,7 +123,7 @@ def test_large_tables_of_gpus_go_to_host_memory() -> None:
     assert found.config.tables["item"].compute_kernel is ComputeKernel.fused
 
 
-@pytest.mark.parametrize(("gib", "share"), [(8, 0.4), (6, 0.2), (4, 0.05)])
+@pytest.mark.parametrize(("gib", "share"), [(8, 0.4), pytest.param(6, 0.2, marks=pytest.mark.slow), (4, 0.05)])
 def test_caches_are_as_large_as_there_is_room_for(gib: int, share: float) -> None:
     """A table of 50 GiB on eight GPUs. What the cache lacks comes over the bus."""
     there = ("topology.device=cuda", f"topology.device_memory={gib}GiB", "topology.host_memory=500GiB")

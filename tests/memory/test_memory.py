@@ -60,14 +60,13 @@ def check(config: Path, variants: list[list[str]], nproc: int, folder: Path, tim
             assert 0 <= rank["rest"] < 64 << 10, overrides
 
 
-def test_loops_that_are_compiled_are_predicted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_threads", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_loops_that_are_compiled_are_predicted(num_threads: int, tmp_path: Path) -> None:
     """By numba, where more than two threads decode."""
-    for num_threads in (2, 3):
-        run = tmp_path / str(num_threads)
-        options = (f"data.num_threads={num_threads}", "train.max_steps=20", "data.valid=null", "data.test=null")
-        run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={run}", *options)
-        peak = json.loads((run / "memory/rank_0.json").read_text())["peak"]
-        assert peaks.is_near(peak["predicted_bytes"], peak["measured_bytes"]), peak
+    options = (f"data.num_threads={num_threads}", "train.max_steps=20", "data.valid=null", "data.test=null")
+    run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={tmp_path}", *options)
+    peak = json.loads((tmp_path / "memory/rank_0.json").read_text())["peak"]
+    assert peaks.is_near(peak["predicted_bytes"], peak["measured_bytes"]), peak
 
 
 def test_a_vocabulary_that_is_read_instead_of_counted_is_predicted() -> None:
