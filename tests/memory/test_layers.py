@@ -1,10 +1,12 @@
 """Parameters, outputs and FLOPs of layers against formulas worked out by hand."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from recsys.memory.layers import Layer, analyse_layers, format_layers
+from recsys.models.dcn import _CrossNet
 
 BATCH, LENGTH, WIDTH = 5, 7, 12
 
@@ -63,6 +65,36 @@ def test_embeddings() -> None:
     (found,) = analyse_layers(nn.ModuleList([bag]), lambda: bag(torch.arange(20), torch.arange(0, 20, 4)))
     # Every one of 20 ids adds a row of d numbers to one of 5 vectors.
     assert found == Layer("0", "EmbeddingBag", 100 * WIDTH, 5 * WIDTH, 20 * WIDTH)
+
+
+def test_cross_layers() -> None:
+    (found,) = layers(nn.Sequential(_CrossNet(WIDTH, 2)), (BATCH, WIDTH)).values()
+    # Two matrices of width × width with a bias, whose products have B * d elements.
+    assert found == Layer("0", "_CrossNet", 2 * (WIDTH**2 + WIDTH), 2 * BATCH * WIDTH, 2 * 2 * BATCH * WIDTH**2)
+
+
+class Attending(nn.Module):
+    """Attention with a parameter of its own, and one in a module that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.factor, self.others = nn.Parameter(torch.ones(3)), nn.ParameterList([torch.ones(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(self.norm(x))[:, None]
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_what_a_module_computes_outside_its_layers() -> None:
+    with torch.no_grad():
+        found = layers(Attending(), (BATCH, LENGTH, WIDTH))
+    assert list(found) == ["model", "norm", "inner"]
+    # Scores and weighted sums: 2 * B * L * L * d each. The layers have their own parameters and products.
+    outputs = BATCH * LENGTH * WIDTH
+    assert found["model"] == Layer("model", "Attending", 3 + 4, outputs, 4 * BATCH * LENGTH**2 * WIDTH)
+    assert found["norm"] == Layer("norm", "LayerNorm", 2 * WIDTH, outputs, 0)
+    assert found["inner"] == Layer("inner", "Linear", WIDTH**2 + WIDTH, outputs, 2 * BATCH * LENGTH * WIDTH**2)
 
 
 def test_a_layer_called_twice_counts_twice_but_has_its_parameters_once() -> None:
