@@ -146,10 +146,10 @@ class TableConfig:
     init_range: float | None = bounded(None, 0, 65504)  # weights start within ± this; default 1/sqrt(num_embeddings)
     # Adds to the loss: l2 / 2 times the squared length of each vector that the table gives (of a pooled list, its sum),
     # as the weighted mean over rows; sasrec, simplex and ultragcn divide the sum by the number of items to be found.
-    # Exact on every device and plan, unlike weight_decay.
+    # Exact on every device and plan, unlike weight_decay. Logged losses leave it out.
     l2: float = bounded(0.0, 0, LARGE)
     # Adds to the loss: l2_all_rows / 2 times the sum of squares of the whole table, looked up or not, as in recipes for
-    # small data. Every rank holds such a table, and each step rewrites it.
+    # small data. Every rank holds such a table, and each step rewrites it. Logged losses leave it out.
     l2_all_rows: float = bounded(0.0, 0, LARGE)
     sparsity: SparsityConfig | None = None
     sharding_type: ShardingChoice = ShardingChoice.auto
