@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from recsys.errors import UserError
 from recsys.runtime.arguments import Parser, positive
 from recsys.runtime.parquet import prepare_parquet, write_parquet
+from recsys.runtime.signals import ending_orderly
 
 _AT_ONCE = 1 << 22  # distances, of vectors and centres
 _MOST_ROUNDS = 50
@@ -172,6 +173,7 @@ def main(parser: Parser, arguments: Sequence[str]) -> int:
     words = parser.parse_args(arguments)
     if words.seed < 0:
         parser.error(f"--seed must be at least 0, got {words.seed}")
-    for line in semantic_ids(words.vectors, words.out, words.levels, words.codes, words.seed):
-        print(line)
+    with ending_orderly():
+        for line in semantic_ids(words.vectors, words.out, words.levels, words.codes, words.seed):
+            print(line)
     return 0

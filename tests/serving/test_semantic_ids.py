@@ -1,11 +1,16 @@
 """Codes of items by residual k-means: those of planted groups within groups, and as features of a run."""
 
+import os
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from launch import run_recsys
 
 from recsys.__main__ import main
 from recsys.errors import UserError
@@ -148,6 +153,24 @@ def test_vectors_that_are_not_whole(vectors: pa.Array, problem: str, tmp_path: P
     pq.write_table(pa.table({"vector": vectors}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=problem):
         list(semantic_ids(tmp_path / "a.parquet", tmp_path / "out.parquet", 3, 8, 1))
+
+
+def terminated_writing() -> None:
+    write = pq.ParquetWriter.write_table
+
+    def end(*arguments: Any) -> None:
+        write(*arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(9)
+
+    pq.ParquetWriter.write_table = end  # type: ignore[method-assign]
+
+
+def test_codes_that_sigterm_ends_leave_nothing(tmp_path: Path) -> None:
+    vectors = tmp_path / "vectors.parquet"
+    pq.write_table(pa.table({"item": [1, 2], "vector": [[1.0, 2.0], [2.0, 1.0]]}), vectors)
+    told = run_recsys("semantic-ids", vectors, tmp_path / "codes.parquet", status=143, before=terminated_writing)
+    assert told.splitlines()[-1] == "ended by SIGTERM" and list(tmp_path.iterdir()) == [vectors]
 
 
 def test_columns_and_seeds_that_cannot_be(tmp_path: Path) -> None:
