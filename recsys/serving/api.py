@@ -148,6 +148,9 @@ class Run:
         self._run = finished.in_order(world_size=1)
         self._opened = OpenRun(self._run, world, [])
 
+    def __repr__(self) -> str:
+        return f"<Run {self._run.run_dir} at step {self._opened.source.marker.state.step}>"
+
     def predict(self, data: Data, keep: Sequence[str] | None = None) -> pa.Table:
         """Return `score` of each row; see `recsys.serving.predict.predict`."""
         return self._scored(data, "rows", keep, lambda: scores_of_rows(self._opened))

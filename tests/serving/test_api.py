@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -57,6 +58,7 @@ def test_a_ranker(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no vectors of items"):
         run.recommend(rows)
     other = recsys.open_run(f"{tmp_path}/run", "run.device=cpu")  # in the same group of one process
+    assert re.fullmatch(f"<Run {tmp_path}/run at step \\d+>", repr(other))
     assert other.predict(rows.slice(3, 5)).equals(again)
     with pytest.raises(UserError, match="this process has a run open on cpu"):
         recsys.open_run(f"{tmp_path}/run", "run.device=cuda")
