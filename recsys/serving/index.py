@@ -76,6 +76,7 @@ def _empty_index(kind: str, num_rows: int, dim: int) -> tuple[Any, str]:
     name = f"IVF{num_lists},PQ{num_codes}x{bits}"
     index = faiss().index_factory(dim, name, faiss().METRIC_INNER_PRODUCT)
     index.nprobe = -(-num_lists // 16)
+    index.pq.cp.min_points_per_centroid = 1  # FAISS would warn for each code of a small corpus; the recall tells more
     return index, f"{name}, nprobe={index.nprobe}"
 
 

@@ -190,7 +190,7 @@ def test_of_items_with_equal_vectors_any_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_approximate_index_tells_its_recall(tmp_path: Path) -> None:
+def test_an_approximate_index_tells_its_recall(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     faiss = pytest.importorskip("faiss")
     generator = np.random.default_rng(0)
     vectors = generator.standard_normal((3000, 16)).astype(np.float32)
@@ -198,6 +198,7 @@ def test_an_approximate_index_tells_its_recall(tmp_path: Path) -> None:
         lists = pa.FixedSizeListArray.from_arrays(pa.array(part.reshape(-1)), 16)
         pq.write_table(pa.table({"vector": lists}), tmp_path / f"part-00000-{number:05d}.parquet")
     index_module.build_index(tmp_path, "ivfpq", None, "items")
+    assert "WARNING" not in "".join(capfd.readouterr())  # one for each of 8 codes, of too few vectors
     report = json.loads((tmp_path / index_module.REPORT).read_text())
     queries = vectors[::3]
     index = faiss.read_index(str(tmp_path / index_module.INDEX))
