@@ -240,6 +240,7 @@ def with_made(dataset: Dataset, made: Mapping[str, Made]) -> Dataset:
     dataset = dataset.with_made(made)
     if not (lists := [*dataset.split]):
         return dataset
+    dataset = _with_readable_head(dataset)  # texts that can be read may not be split
     head = SegmentReader(dataset, lists).head(dataset.head.number, min(_SAMPLED_ROWS, dataset.head.num_rows))
     of_head = sum(
         (8 if made[name].integers else 4) * (pc.sum(pc.list_value_length(column)).as_py() or 0)

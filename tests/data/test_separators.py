@@ -143,6 +143,23 @@ def test_texts_that_cannot_be_split(text: bytes, integers: bool, said: str) -> N
         split(pa.array([text]), integers)
 
 
+def test_first_rows_that_cannot_be_split_are_left_out_like_others(tmp_path: Path, world: World) -> None:
+    texts, path = ["7|8"] * 40, tmp_path / "a.parquet"
+    texts[3] = "7|x"
+    pq.write_table(pa.table({"user": [*range(40)], "ids": texts, "label": [0, 1] * 20}), path, row_group_size=10)
+    (tmp_path / "c.yaml").write_text(f"""
+data: {{train: {path}, label_column: label, num_streams: 1}}
+features: {{user: {{table: user}}, ids: {{table: id, separator: "|", integers: true}}}}
+tables: {{user: {{num_embeddings: 9, embedding_dim: 4}}, id: {{num_embeddings: 9, embedding_dim: 4}}}}
+model: {{name: logistic_regression}}
+train: {{global_batch_size: 10}}
+""")
+    inputs = open_inputs(load_config(tmp_path / "c.yaml", ["data.max_bad_rows=10"]), world)
+    assert inputs.datasets["train"].head.row_group == 1
+    with pytest.raises(BadDataError, match=r"column 'ids' of row group 0 of .* cannot be split into integers"):
+        open_inputs(load_config(tmp_path / "c.yaml"), world)
+
+
 @pytest.mark.slow
 def test_training_is_that_of_lists_to_the_last_bit(tmp_path: Path) -> None:
     write(tmp_path)
