@@ -30,6 +30,7 @@ MODELS = {
     "simplex": "recsys.models.simplex.SimpleX",
     "two_tower": "recsys.models.two_tower.TwoTower",
     "ultragcn": "recsys.models.ultragcn.UltraGCN",
+    "wukong": "recsys.models.wukong.Wukong",
 }
 LABEL_METRICS = {LabelLoss.binary: ("auc", "log_loss", "normalized_entropy"), LabelLoss.squared: ("rmse", "mae")}
 

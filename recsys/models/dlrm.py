@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from recsys.config import Config
 from recsys.config.bounds import bounded
@@ -15,7 +14,7 @@ from recsys.models.attention import AttendedLists, AttentionConfig
 from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, mlp
 from recsys.models.columns import PairwiseDots
 from recsys.models.dropout import RowDropout
-from recsys.tables.module_names import module_name
+from recsys.models.projections import EqualWidths
 
 
 @dataclass
@@ -63,9 +62,7 @@ class DLRM(Model):
         super().__init__(inputs)
         dims, num_floats = inputs.dims, len(inputs.floats)
         dim = config.embedding_dim or max(dims.values())
-        self.projections = nn.ModuleDict(
-            {module_name(name): nn.Linear(own, dim, bias=False) for name, own in dims.items() if own != dim}
-        )
+        self.projections = EqualWidths(dims, dim)
         self.attention = AttendedLists(config, inputs)
         self.bottom = mlp(num_floats, config.bottom_mlp, dim, config.dropout) if num_floats else None
         self.embedding_dropout = RowDropout(config.embedding_dropout)
@@ -78,11 +75,7 @@ class DLRM(Model):
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits, [rows] for one label, or [rows, labels]."""
-        of_ids = [
-            self.projections[module_name(name)](vector) if module_name(name) in self.projections else vector
-            for name, vector in self.attention(vectors).items()
-        ]
-        return self._logits(of_ids, floats)
+        return self._logits(self.projections(self.attention(vectors)), floats)
 
     def _logits(self, vectors: list[torch.Tensor], floats: torch.Tensor) -> torch.Tensor:
         if self.training and self.embedding_dropout.p > 0:

@@ -1,5 +1,6 @@
-"""Projections of narrow tables to the width that a model reads: a table as a product of two low-rank factors."""
+"""Projections of vectors to the width that a model reads; for narrow tables: a product of two low-rank factors."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,20 @@ from recsys.models.base import Vectors
 from recsys.tables.module_names import module_name
 
 PROJECTIONS = "table_projections"  # name of `TableProjections` in a model
+
+
+class EqualWidths(nn.ModuleDict):
+    """A matrix for each feature whose vectors have another width than `dim`, to which it projects them."""
+
+    def __init__(self, dims: Mapping[str, int], dim: int) -> None:
+        others = {name: own for name, own in dims.items() if own != dim}
+        super().__init__({module_name(name): nn.Linear(own, dim, bias=False) for name, own in others.items()})
+
+    def forward(self, vectors: Vectors) -> list[torch.Tensor]:
+        """Return a vector of width `dim` for each feature, in their order: [rows, dim] each."""
+        return [
+            self[module_name(name)](vector) if module_name(name) in self else vector for name, vector in vectors.items()
+        ]
 
 
 class TableProjections(nn.ModuleDict):

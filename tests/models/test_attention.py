@@ -17,7 +17,7 @@ from recsys.config.model import find_model
 from recsys.errors import UserError
 from recsys.models import AttendedLists, AttentionConfig, DenseInputs
 
-RANKERS = ("dcn", "deepfm", "dlrm", "esmm", "final_mlp", "fm", "mmoe", "ple")
+RANKERS = ("dcn", "deepfm", "dlrm", "esmm", "final_mlp", "fm", "mmoe", "ple", "wukong")
 TASKS, EQUAL_WIDTHS = ("esmm", "mmoe", "ple"), ("deepfm", "fm")
 
 
@@ -82,7 +82,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dcn", "deepfm", "final_mlp", "ple"])
+@pytest.mark.parametrize("name", ["dcn", "deepfm", "final_mlp", "ple", "wukong"])
 def test_any_ranks_and_micro_batches_learn_the_same(name: str, rows: Path, tmp_path: Path) -> None:
     config = config_of(name, tmp_path)
     options = (

@@ -18,6 +18,7 @@ RANKERS: dict[str, dict[str, Any]] = {
     "ple": {},
     "logistic_regression": {},
     "final_mlp": {"mlp_1": [8], "mlp_2": [8]},
+    "wukong": {"bottom_mlp": [8]},
 }
 USUAL = {"standardise": True, "nulls": "mean"}
 

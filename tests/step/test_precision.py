@@ -132,6 +132,7 @@ MODELS = {
 model: {name: final_mlp, gate_1: [user_id], gate_2: [item_id], mlp_1: [32], mlp_2: [16], layer_norm: true}
 optimizer: {tables: {name: adam}}""",
     "deepfm": "model: {name: deepfm, mlp: [32]}",
+    "wukong": "model: {name: wukong, num_layers: 3, fm_vectors: 5, rank: 6, dropout: 0.2}",
     "logistic_regression": "model: {name: logistic_regression}",
     "mmoe": "model: {name: mmoe, dots: true}",
     "experts": """tables:
