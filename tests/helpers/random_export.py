@@ -51,7 +51,7 @@ _VECTORS: dict[str, tuple[Any, Any]] = {
 }
 # With these kinds, two numbers may give the same id, which items must not have, or ids that no vocabulary accepts.
 _NO_ITEMS = ("bool", "binary", "odd decimal")
-_OTHERS = ("mmoe", "ple", "logistic_regression", "fm", "deepfm", "dcn", "final_mlp")
+_OTHERS = ("mmoe", "ple", "logistic_regression", "fm", "deepfm", "dcn", "final_mlp", "wukong")
 _OF_ONE_LABEL = ("fm", "deepfm")
 
 

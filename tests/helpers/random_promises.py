@@ -115,21 +115,20 @@ TABLE_SETTINGS: dict[str, list[Any]] = {
 _WIDTHS: list[Any] = [[8], [16, 8]]
 _MLP: dict[str, list[Any]] = {"dropout": [0.2], "layer_norm": [True]}
 _ATTENTION: dict[str, list[Any]] = {"attention_mlp": _WIDTHS}
+_DLRM: dict[str, list[Any]] = {
+    **{"embedding_dim": [4, 16], "bottom_mlp": _WIDTHS, "top_mlp": _WIDTHS, **_ATTENTION},
+    **{"dropout": [0.2], "embedding_dropout": [0.1]},
+}
 _TASKS: dict[str, list[Any]] = {"tower_mlp": _WIDTHS, "dropout": [0.2], "dots": [True], **_ATTENTION}
 _RETRIEVAL: dict[str, list[Any]] = {
-    "top_k": [[5], [3, 10]],
-    "metrics": [["ndcg", "hit_rate"], ["mrr", "map", "coverage"]],
-    "sampled_negatives": [3, 40],
-    "dropout": [0.2],
+    **{"top_k": [[5], [3, 10]], "metrics": [["ndcg", "hit_rate"], ["mrr", "map", "coverage"]]},
+    **{"sampled_negatives": [3, 40], "dropout": [0.2]},
 }
 MODEL_SETTINGS: dict[str, dict[str, list[Any]]] = {
     "logistic_regression": {},
     "fm": {"embedding_dropout": [0.1], **_ATTENTION},
     "deepfm": {"embedding_dropout": [0.1], "mlp": _WIDTHS, **_MLP, **_ATTENTION},
-    "dlrm": {
-        **{"embedding_dim": [4, 16], "bottom_mlp": _WIDTHS, "top_mlp": _WIDTHS, **_ATTENTION},
-        **{"dropout": [0.2], "embedding_dropout": [0.1]},
-    },
+    "dlrm": _DLRM,
     "dcn": {
         **{"num_cross_layers": [1, 2], "rank": [2], "bottom_mlp": _WIDTHS, "mlp": [[], *_WIDTHS]},
         **{"structure": ["stacked"], "embedding_dropout": [0.1], **_MLP, **_ATTENTION},
@@ -138,6 +137,7 @@ MODEL_SETTINGS: dict[str, dict[str, list[Any]]] = {
         **{"mlp_1": _WIDTHS, "mlp_2": _WIDTHS, "num_heads": [2, 4], "gate_1": [["id_0"]], "gate_2": [["id_1", "id_2"]]},
         **{"gate_mlp": _WIDTHS, "embedding_dropout": [0.1], **_MLP, **_ATTENTION},
     },
+    "wukong": {"num_layers": [1, 3], "fm_vectors": [3], "linear_vectors": [1], "rank": [5], "fm_mlp": _WIDTHS, **_DLRM},
     "mmoe": {"num_experts": [1, 3], "expert_mlp": _WIDTHS, **_TASKS},
     "ple": {"num_experts": [1, 3], "expert_mlp": _WIDTHS, "num_task_experts": [1], "num_levels": [1, 3], **_TASKS},
     "esmm": _TASKS,
