@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -13,6 +12,7 @@ import pyarrow as pa
 from recsys.data.filters import written
 from recsys.datasets.leaks import auc_alone, sample
 from recsys.datasets.logs import LogFiles
+from recsys.datasets.proposed_models import ranker, sequences, towers, yaml_text
 from recsys.datasets.survey import ALIKE, NAMED_AS_TIME, Column
 from recsys.datasets.writer import columns_where, is_true
 from recsys.errors import UserError, nearest
@@ -23,7 +23,6 @@ _ID = re.compile(
     r"(?i)(^|_)id$|(?-i:Id$)|code|zip|user|member|customer|visitor|item|article|product|sku|movie|song|video|categor|brand"
 )
 _WEIGHT = re.compile(r"(?i)(^|_)weights?$")
-_PLAIN = re.compile(r"[A-Za-z_][\w-]*")
 _MOST_LENGTH = 100  # of lists, by default
 _FEW_ROWS, _FEWER_ROWS = 1_000_000, 50_000
 _TELLS = 0.98  # AUC
@@ -81,17 +80,17 @@ def label_of(columns: Mapping[str, Column], text: str | None) -> Label:
                 others = f"only {', '.join(columns)}{nearest(name, columns)}"
                 raise UserError(f"--label: there is no column {name!r}, {others}")
         short = not any(columns[name].num_nulls for name in named)
-        label = _text(text) if short else f"{{expression: {_text(text)}, nulls: unknown}}"
+        label = yaml_text(text) if short else f"{{expression: {yaml_text(text)}, nulls: unknown}}"
         return Label(named, f"labels: {{label: {label}}}", text)
     column, name = columns[text], written(text)
     if column.is_list or column.least is None or is_text(column.element):
         raise UserError(f"--label: {text!r} holds no numbers; write a condition, as --label \"{name} == 'buy'\"")
     binary = _is_binary(column)
     if binary and not column.num_nulls:
-        yaml = f"label_column: {_text(text)}"
+        yaml = f"label_column: {yaml_text(text)}"
     else:
         loss, nulls = "" if binary else ", loss: squared", ", nulls: unknown" if column.num_nulls else ""
-        yaml = f"labels: {{label: {{column: {_text(text)}{loss}{nulls}}}}}"
+        yaml = f"labels: {{label: {{column: {yaml_text(text)}{loss}{nulls}}}}}"
     condition = name if pa.types.is_boolean(column.element) else f"{name} == 1"
     return Label([text], yaml, condition if binary else None)
 
@@ -203,7 +202,7 @@ def config_of(
 
     Args:
         columns: by name. uses: what each is used as.
-        label: of a ranker; None: two towers.
+        label: of a ranker; None: two towers, or SASRec if no row of data.train is about one item.
         paths: of data.train, and of data.valid, data.test and data.items if there are any.
         of_items: columns of data.items, the ids first.
 
@@ -214,14 +213,14 @@ def config_of(
     ids = {name: columns[name] for name in names if uses[name].kind == "id"}
     if not ids:
         raise UserError(f"no column holds ids, which a model needs: {', '.join(columns)}")
+    if not label and not set(of_items) & set(names) and (lists := [ids[name] for name in ids if ids[name].is_list]):
+        return _of_lists(lists, of_items[0], paths)
     tables = _tables(ids, names)
     num_rows = max(column.num_rows for column in columns.values())
     many = num_rows >= _FEW_ROWS
-    lines = ["data:", *(f"  {role}: {_texts(paths[role])}" for role in paths)]
-    if "valid" not in paths:
-        lines += [f"  valid: {_texts(paths['train'])}", f"  filter: {_cut(columns, uses)}"]
+    lines = _data(paths, "" if "valid" in paths else _cut(columns, uses))
     optional = [name for name in (*names, *(label.columns if label else ())) if not columns[name].is_in_all]
-    lines += [f"  optional_columns: [{', '.join(map(_text, optional))}] # some files lack them"] if optional else []
+    lines += [f"  optional_columns: [{', '.join(map(yaml_text, optional))}] # some files lack them"] if optional else []
     lines += [f"  {label.yaml}"] if label else []
     lines.append("features: # leave out what is known only once the label is" if label else "features:")
     for name, column in columns.items():
@@ -232,31 +231,23 @@ def config_of(
     for table in dict.fromkeys(tables.values()):
         sharing = [ids[name] for name in ids if tables[name] == table]
         lines.append(_table(table, sharing, 32 if many else 16, hashed=label is not None))
-    model, metric = _ranker(label, len(names)) if label else _towers(names, of_items)
+    model, metric = ranker(label.condition, len(names)) if label else towers(names, of_items)
     stop = f", early_stop: {{metric: {metric}}}" if metric and not many else ""
     size = 8192 if many else 1024 if num_rows >= _FEWER_ROWS else 256
     lines += [model, f"train: {{global_batch_size: {size}, epochs: {1 if many else 5}, eval_every_epochs: 1{stop}}}"]
     return "\n".join(filter(None, lines)) + "\n"
 
 
-def _ranker(label: Label, num_features: int) -> tuple[str, str]:
-    """Return section `model` for DLRM, and the metric that chooses the best step; empty: none."""
-    alone = ", interaction: dot_and_embeddings" if num_features == 1 else ""
-    return f"model: {{name: dlrm, top_mlp: [256, 64]{alone}}}", "auc" if label.condition else ""
+def _of_lists(lists: Sequence[Column], item: str, paths: Mapping[str, Sequence[str]]) -> str:
+    """Return a config for rows that are users: `recsys prepare retrieval --neighbours` writes other lists, too."""
+    history = next((column for column in lists if column.name == "history"), lists[0])
+    return sequences(history.name, item, history.num_distinct, len(history.lengths) - 1, _data(paths))
 
 
-def _towers(names: Mapping[str, str], of_items: Sequence[str]) -> tuple[str, str]:
-    """Return the same for two towers. Raises UserError if a tower has no feature."""
-    items = [names[name] for name in of_items if name in names]
-    users = [name for column, name in names.items() if column not in of_items]
-    if not (items and users):
-        raise UserError(
-            f"two towers need columns of users and of items: data.train has {', '.join(names)}, and data.items has "
-            f"{', '.join(of_items)}"
-        )
-    keys = [f"user_features: [{', '.join(map(_text, users))}]", f"item_features: [{', '.join(map(_text, items))}]"]
-    keys += [f"item_id: {_text(items[0])}", "user_mlp: []", "item_mlp: []", "output_dim: 32"]
-    return "\n  ".join(["model:", "name: two_tower", *keys]), "recall@20"
+def _data(paths: Mapping[str, Sequence[str]], cut: str = "") -> list[str]:
+    """Return lines of section `data`; `cut` is filters that hold out rows of data.train, empty if there are none."""
+    lines = ["data:", *(f"  {role}: {_texts(paths[role])}" for role in paths)]
+    return [*lines, f"  valid: {_texts(paths['train'])}", f"  filter: {cut}"] if cut else lines
 
 
 def _feature_names(columns: Sequence[str]) -> dict[str, str]:
@@ -290,25 +281,25 @@ def _may_be_alike(one: Column, other: Column) -> bool:
 
 def _feature(column: Column, use: Use, name: str, table: str) -> str:
     if not name:
-        return "" if use.kind == "label" else f"  # {_text(column.name)}: {use.why}"
-    keys = [] if name == column.name else [f"column: {_text(column.name)}"]
+        return "" if use.kind == "label" else f"  # {yaml_text(column.name)}: {use.why}"
+    keys = [] if name == column.name else [f"column: {yaml_text(column.name)}"]
     note = f"; {use.why}" if use.why else ""
     if use.kind == "id":
-        keys.append(f"table: {_text(table)}")
+        keys.append(f"table: {yaml_text(table)}")
         if column.is_list:
             longest = len(column.lengths) - 1
-            keys += [] if column.separator is None else [f"separator: {_text(column.separator)}"]
+            keys += [] if column.separator is None else [f"separator: {yaml_text(column.separator)}"]
             keys += ["integers: true"] if column.integers else []
             keys.append(f"max_length: {min(max(1, longest), _MOST_LENGTH)}")
             note += f"; up to {longest:,} in a row" if longest > _MOST_LENGTH else ""
             note += "" if table == name else f"; those of {table}, it seems"
-        return f"  {_text(name)}: {{{', '.join(keys)}}} # {column.num_distinct:,} ids{note}"
+        return f"  {yaml_text(name)}: {{{', '.join(keys)}}} # {column.num_distinct:,} ids{note}"
     keys = ["type: float", *keys]
     if use.kind == "vector":
         keys.append(f"dim: {len(column.lengths) - 1}")
     elif not isinstance(column.least, bool) and max(-_number(column.least), _number(column.greatest)) > _LARGE:
         keys.append("log1p: true" if _number(column.least) >= 0 else "standardise: true")
-    return f"  {_text(name)}: {{{', '.join(keys)}}}{f' # {use.why}' if use.why else ''}"
+    return f"  {yaml_text(name)}: {{{', '.join(keys)}}}{f' # {use.why}' if use.why else ''}"
 
 
 def _number(value: Any) -> float:
@@ -325,7 +316,7 @@ def _table(name: str, columns: Sequence[Column], dim: int, hashed: bool) -> str:
     keys = [f"num_embeddings: {-(-rows // step) * step}", f"embedding_dim: {dim}"]
     keys += [] if hashed else ["mapping: vocabulary"]
     keys += ["pooling: mean"] if any(column.is_list for column in columns) else []
-    return f"  {_text(name)}: {{{', '.join(keys)}}}"
+    return f"  {yaml_text(name)}: {{{', '.join(keys)}}}"
 
 
 def _cut(columns: Mapping[str, Column], uses: Mapping[str, Use]) -> str:
@@ -337,14 +328,8 @@ def _cut(columns: Mapping[str, Column], uses: Mapping[str, Use]) -> str:
     if isinstance(end, datetime):
         end = (end.astimezone(timezone.utc).replace(tzinfo=None) if end.tzinfo else end).isoformat(" ", "seconds")
     name, end = written(column.name), repr(end if isinstance(end, int) else str(end))
-    return f"{{train: {_text(f'{name} < {end}')}, valid: {_text(f'{name} >= {end}')}}} # the last tenth"
+    return f"{{train: {yaml_text(f'{name} < {end}')}, valid: {yaml_text(f'{name} >= {end}')}}} # the last tenth"
 
 
 def _texts(texts: Sequence[str]) -> str:
-    return _text(texts[0]) if len(texts) == 1 else f"[{', '.join(map(_text, texts))}]"
-
-
-def _text(text: str) -> str:
-    """Return a text as YAML writes it: plain if possible."""
-    known = text.lower() in ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
-    return text if _PLAIN.fullmatch(text) and not known else json.dumps(text, ensure_ascii=False)
+    return yaml_text(texts[0]) if len(texts) == 1 else f"[{', '.join(map(yaml_text, texts))}]"

@@ -178,6 +178,20 @@ def test_folders_that_prepare_writes_are_taken_as_they_are(tmp_path: Path) -> No
         inspect(tmp_path, str(tmp_path / "shop"))
 
 
+def test_a_folder_of_lists_of_items_gets_sasrec(tmp_path: Path) -> None:
+    log = {"user": np.arange(400) % 40, "the track": np.arange(400) * 7 % 60, "t": np.arange(400)}
+    pq.write_table(pa.table(log), tmp_path / "log.parquet")
+    words = ["--user", "user", "--item", "the track", "--time", "t", "--train-rows", "users", "--history", "201"]
+    prepare(["retrieval", str(tmp_path / "log.parquet"), *words, "--neighbours", "3", "--out", str(tmp_path / "lists")])
+    found = inspect(tmp_path, str(tmp_path / "lists"))
+    assert found["data"]["items"] == str(tmp_path / "lists/items")
+    assert found["features"] == {
+        "history": {"table": "item", "max_length": 8},
+        "item": {"table": "item", "column": "the track"},
+    }
+    assert (found["model"]["name"], found["model"]["max_length"]) == ("sasrec", 7)
+
+
 @pytest.mark.parametrize(
     ("texts", "separator"),
     [
