@@ -22,10 +22,13 @@ _LABEL = re.compile(r"(?i)(^|_|is)(label|target|click|purchase|buy|bought|conver
 _ID = re.compile(
     r"(?i)(^|_)id$|(?-i:Id$)|code|zip|user|member|customer|visitor|item|article|product|sku|movie|song|video|categor|brand"
 )
+_OF_FEW_ROWS = re.compile(
+    r"(?i)(^|_)(session|impression|request|visit|basket|order|invoice|transaction)s?(_?(id|uuid|key|no|number))?$"
+)
 _WEIGHT = re.compile(r"(?i)(^|_)weights?$")
 _MOST_LENGTH = 100  # of lists, by default
 _FEW_ROWS, _FEWER_ROWS = 1_000_000, 50_000
-_TELLS = 0.98  # AUC
+_TELLS, _SAYS_MUCH = 0.98, 0.85  # AUC
 _LARGE = 10  # numbers farther from 0 than this are scaled down
 _FEW_NUMBERS = 50
 _ROWS_OF_AN_ID = 10
@@ -110,8 +113,12 @@ def uses_of(columns: Mapping[str, Column], label: Label | None, files: LogFiles)
     known = positive.is_valid()
     rows, positive = rows.filter(known), positive.filter(known).to_numpy(zero_copy_only=False)
     for name in suspects:
-        if (auc := auc_alone(rows[name].combine_chunks(), positive)) > _TELLS:
+        auc, use = auc_alone(rows[name].combine_chunks(), positive), uses[name]
+        if auc > _TELLS:
             uses[name] = Use("none", f"it tells the label (AUC {auc:.3f} alone), so is it known before?")
+        elif auc > _SAYS_MUCH:
+            why = f"it says much of the label (AUC {auc:.3f} alone), so is it known before?"
+            uses[name] = Use(use.kind, f"{use.why}; {why}" if use.why else why)
     return uses
 
 
@@ -143,6 +150,8 @@ def _use(column: Column) -> Use:
         return Use("number")
     if column.num_distinct > 0.9 * (column.num_rows - column.num_nulls):
         return Use("none", "hardly a value is there twice")
+    if _OF_FEW_ROWS.search(column.name) and column.num_distinct > column.num_rows / 100:
+        return Use("none", "an id of a few rows that belong together, and new rows have other ids")
     if NAMED_AS_TIME.search(column.name):
         return Use("id", "leave it out if it grows with time")
     if not is_text(column.element) and column.num_distinct > 1000 and not _ID.search(column.name):

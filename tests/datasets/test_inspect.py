@@ -192,6 +192,21 @@ def test_a_folder_of_lists_of_items_gets_sasrec(tmp_path: Path) -> None:
     assert (found["model"]["name"], found["model"]["max_length"]) == ("sasrec", 7)
 
 
+def test_ids_of_a_few_rows_and_columns_that_say_much_of_the_label_are_told(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    label = draw.integers(0, 2, ROWS)
+    log = {"session_id": np.arange(ROWS) // 5, "user": draw.integers(0, 99, ROWS), "clicked": label.astype(np.int8)}
+    log["skipped"] = (label == 0) & (draw.random(ROWS) < 0.8)  # AUC .9
+    log["shift"] = log["user"] % 3
+    pq.write_table(pa.table(log), tmp_path / "a.parquet")
+    found = inspect(tmp_path, str(tmp_path / "a.parquet"), "--label", "clicked")
+    assert set(found["features"]) == {"user", "skipped", "shift"}
+    text = (tmp_path / "my.yaml").read_text()
+    assert "  # session_id: an id of a few rows" in text
+    assert re.search(r"\n  skipped: {type: float} # it says much of the label \(AUC 0\.(89|90|91)", text)
+    assert "  shift: {table: shift} # 3 ids\n" in text
+
+
 @pytest.mark.parametrize(
     ("texts", "separator"),
     [
