@@ -83,11 +83,12 @@ def tiles(figures: Mapping[str, str]) -> str:
 
 def folded(title: str, text: str) -> str:
     """Return a preformatted text that the reader may unfold; empty if there is no text."""
-    if not text:
-        return ""
-    label = escape(title)
-    inner = f"<pre tabindex=0 role=region aria-label='{label}'>{escape(text)}</pre>"
-    return f"<details><summary>{label}</summary>{inner}</details>"
+    return f"<details><summary>{escape(title)}</summary>{preformatted(title, text)}</details>" if text else ""
+
+
+def preformatted(title: str, text: str) -> str:
+    """Return a text with its own lines and spaces; the title is read to those who cannot see it."""
+    return f"<pre tabindex=0 role=region aria-label='{escape(title)}'>{escape(text)}</pre>"
 
 
 def meter(share: float | None, text: str) -> Html:

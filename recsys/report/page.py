@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recsys.report.charts import NUM_COLOURS, Axis, line_chart, stacked_bars
-from recsys.report.html import charts, document, folded, meter, table, tiles
+from recsys.report.html import charts, document, folded, meter, preformatted, table, tiles
 from recsys.report.record import IDS, Record, open_record
 from recsys.report.text import listed, number, placements, size
 from recsys.runtime.files import write_output
@@ -135,11 +135,7 @@ def _speed(run: Record) -> str:
 def _profile(run: Record) -> str:
     """Return the text on the time of profiled steps that rank 0 has written."""
     path = run.folder / "profile" / "rank_0.txt"
-    return (
-        f"<pre tabindex=0 role=region aria-label='Time of the profiled steps'>{escape(path.read_text())}</pre>"
-        if path.exists()
-        else ""
-    )
+    return preformatted("Time of the profiled steps", path.read_text()) if path.exists() else ""
 
 
 def _memory(run: Record) -> str:
