@@ -48,6 +48,11 @@ class UserError(Exception):
         return UserError(f"{what}: {first}", *below)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, for messages: 1 file, 2,000 files."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 @contextlib.contextmanager
 def in_words(words: Mapping[str, str]) -> Iterator[None]:
     """Replace words in the UserErrors of a block: each key of `words` becomes its value."""

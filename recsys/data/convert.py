@@ -15,7 +15,7 @@ from recsys.data.arrays import decoded, drop_nulls, elements, list_bounds, plain
 from recsys.data.fields import advice
 from recsys.data.filters import written
 from recsys.data.spec import FloatColumn, IdColumn, Transform
-from recsys.errors import UserError
+from recsys.errors import UserError, counted
 from recsys.ids import NULL_ROW, is_number
 from recsys.runtime.loops import write_floats
 
@@ -103,7 +103,9 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
 def _write_numbers(array: pa.Array, part: FloatColumn, given: np.ndarray) -> None:
     numbers, nulls = raw_numbers(array, part)
     if nulls is not None and part.fill is None:
-        raise UserError(f"{part.title} holds {len(nulls)} nulls, which are not allowed; {part.without_nulls}")
+        raise UserError(
+            f"{part.title} holds {counted(len(nulls), 'null')}, which are not allowed; {part.without_nulls}"
+        )
     out = given if given.flags.c_contiguous else np.empty(given.shape, np.float32)
     is_finite = write_floats(numbers.reshape(-1), out.reshape(-1))
     if nulls is not None:
@@ -193,7 +195,7 @@ def _map(
         part.mapping.map(ids, rows, part.statistics)
         return rows, None
     if nulls and part.null is NullPolicy.refuse:
-        raise UserError(f"{nulls} nulls found, which nulls: refuse does not allow; use reserved or empty")
+        raise UserError(f"{counted(nulls, 'null')} found, which nulls: refuse does not allow; use reserved or empty")
     if part.statistics is not None:
         part.statistics.add(nulls=nulls)
     present, ids = (valid(ids), drop_nulls(ids)) if nulls else (np.ones(len(ids), bool), ids)
@@ -254,8 +256,8 @@ def flatten(array: pa.Array, weights: pa.Array | None, part: IdColumn) -> tuple[
         weight_starts, others = list_bounds(weights)
         if len(rows := np.flatnonzero(others != lengths)):
             raise UserError(
-                f"row {rows[0]} has {lengths[rows[0]]} ids, but {others[rows[0]]} weights in column '{part.weights}'; "
-                f"write one weight for each id"
+                f"row {rows[0]} has {counted(lengths[rows[0]], 'id')}, but {counted(others[rows[0]], 'weight')} in "
+                f"column '{part.weights}'; write one weight for each id"
             )
     if part.max_length is not None and lengths.size and lengths.max() > part.max_length:
         cut = np.minimum(lengths, np.int32(part.max_length))

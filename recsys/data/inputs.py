@@ -39,7 +39,7 @@ from recsys.data.wanted import (
     taught_columns,
 )
 from recsys.data.window import Ragged, convert_table
-from recsys.errors import UserError
+from recsys.errors import UserError, counted
 from recsys.ids import HashMapping, IdMapping, IdStatistics, IndexMapping, build_mapping, build_routes, num_again
 from recsys.runtime.files import copy_files
 from recsys.runtime.threads import batches_ahead, decode_in_processes, decoding_threads
@@ -196,9 +196,9 @@ class Inputs:
     def id_report(self, num_rows: int) -> dict[str, dict[str, object]]:
         """Return for each id feature what the trained rows held, over all ranks: see `IdStatistics.summary`."""
         report = {}
-        for name, counted in self.statistics.items():
+        for name, statistics in self.statistics.items():
             total = IdStatistics()
-            for state in self.world.gather(counted.state()):  # one feature at a time, since all would take much memory
+            for state in self.world.gather(statistics.state()):  # one at a time, since all would take much memory
                 total.add_state(state)
             report[name] = total.summary(self._mappings[self.config.features[name].table or ""], num_rows)
         return report
@@ -329,7 +329,9 @@ def read_corpus(config: Config, items: Dataset) -> pa.Array:
     column = item_column(config)
     ids = read_column(items, column)
     if ids.null_count:
-        raise UserError(f"config key '{items.key}': column '{column}' holds {ids.null_count} nulls; drop these")
+        raise UserError(
+            f"config key '{items.key}': column '{column}' holds {counted(ids.null_count, 'null')}; drop these"
+        )
     if num_again(ids):
         counts = ids.value_counts()
         twice = counts.filter(pc.greater(counts.field("counts"), 1))

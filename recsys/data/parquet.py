@@ -23,7 +23,7 @@ from recsys.data.order import RowGroups
 from recsys.data.selection import certain_rows, prune_by_path
 from recsys.data.sources import find_files
 from recsys.data.storage import BadDataError, Files, partition_keys, reason
-from recsys.errors import UserError
+from recsys.errors import UserError, counted
 from recsys.runtime.cgroups import num_cores
 from recsys.runtime.live import Task
 from recsys.runtime.logs import logger
@@ -96,7 +96,9 @@ def _counted(
     matching = certain_rows(condition, schema, files, footers, dataset.layouts)
     unknown = np.flatnonzero(matching < 0)
     if len(unknown):
-        logger.info("%s: counting the rows that match the filter in %d row groups", dataset.key, len(unknown))
+        logger.info(
+            "%s: counting the rows that match the filter in %s", dataset.key, counted(len(unknown), "row group")
+        )
         task, reader = Task("counting rows", len(unknown), "row groups"), SegmentReader(dataset, [])
 
         def count(group: int) -> int:

@@ -16,7 +16,7 @@ from recsys.data.order import Segment, Window
 from recsys.data.pool import BlockPool
 from recsys.data.spec import BatchSpec, FloatColumn, Hidden, IdColumn
 from recsys.data.storage import BadDataError
-from recsys.errors import UserError
+from recsys.errors import UserError, counted
 from recsys.runtime.logs import logger
 from recsys.runtime.loops import are_compiled, permute_lists, shuffle
 
@@ -93,7 +93,7 @@ def load_window(
         except BadDataError as error:
             if not skip_bad:
                 raise
-            logger.warning("%d rows left out: %s", segment.num_rows, error)
+            logger.warning("%s left out: %s", counted(segment.num_rows, "row"), error)
             conversion.skip(segment.num_rows)
         else:
             conversion.add(segment, table)

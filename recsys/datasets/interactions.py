@@ -17,7 +17,7 @@ from recsys.datasets.logs import LogFiles, id_column, joined, time_values
 from recsys.datasets.retrieval import HISTORY, Log, split_last, split_random, split_time, write_retrieval, write_users
 from recsys.datasets.tokens import TOKENS_HELP, tokenize
 from recsys.datasets.writer import WHERE_HELP, check_bounds, columns_where, is_true, option, replacing, rows_where
-from recsys.errors import UserError
+from recsys.errors import UserError, counted
 from recsys.runtime.arguments import names
 
 WRITTEN = ("history", "targets", "seen", "neighbours", "neighbour_weights")
@@ -214,7 +214,7 @@ def _one_item_a_row(table: pa.Table, item: str) -> pa.Table:
     items = pc.list_flatten(column)
     if items.null_count:  # no --where can leave these out
         raise UserError(
-            f"the lists of column {item!r} hold {items.null_count:,} nulls, and every item needs an id; "
+            f"the lists of column {item!r} hold {counted(items.null_count, 'null')}, and every item needs an id; "
             f"write the lists without them"
         )
     rows = table.drop_columns([item]).take(pc.list_parent_indices(column))

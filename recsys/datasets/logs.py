@@ -20,7 +20,7 @@ from recsys.data.footers import metadata_of, opened, schema_read
 from recsys.data.parquet import unified
 from recsys.data.sources import find_files
 from recsys.data.storage import Storage, partition_column, partition_keys, reason
-from recsys.errors import UserError, in_words, nearest
+from recsys.errors import UserError, counted, in_words, nearest
 from recsys.ids import is_text, raw_times, read_keys
 
 _TIMES = (
@@ -222,7 +222,7 @@ def _checked(
         raise UserError(f"column {name!r} is {column.type}; {what} is {allowed}")
     if column.null_count and not nulls:
         raise UserError(
-            f"column {name!r} holds {column.null_count:,} nulls; every row needs {what}, so leave these out: "
+            f"column {name!r} holds {counted(column.null_count, 'null')}; every row needs {what}, so leave these out: "
             f'--where "{written(name)} is not None"'
         )
     return column.combine_chunks()

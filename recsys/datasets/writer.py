@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from recsys.data.conditions import KEY
 from recsys.data.filters import parse_filter
-from recsys.errors import UserError, in_words, nearest
+from recsys.errors import UserError, counted, in_words, nearest
 from recsys.runtime.files import naming
 from recsys.runtime.folders import whole_folder
 
@@ -153,7 +153,8 @@ def describe(out: Path) -> str:
         rows = sum(footer.num_rows for footer in footers)
         groups = sum(footer.num_row_groups for footer in footers)
         kib = sum(path.stat().st_size for path in files) / 1024
-        lines.append(f"{folder}: {rows:,} rows, {len(files)} files, {groups} row groups, {kib:,.0f} KiB")
+        numbers = [(rows, "row"), (len(files), "file"), (groups, "row group")]
+        lines.append(f"{folder}: {', '.join(counted(*pair) for pair in numbers)}, {kib:,.0f} KiB")
         schema = footers[0].schema.to_arrow_schema()
         lines.append("    " + ", ".join(f"{field.name} {_type_name(field.type)}" for field in schema))
     return "\n".join(lines)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recsys.errors import UserError
+from recsys.errors import UserError, counted
 from recsys.ids.hashing import is_text, keys_in_order, keys_of_one_kind
 from recsys.ids.index import IndexMapping
 from recsys.runtime.files import replacing
@@ -237,9 +237,11 @@ def read_vocabulary(path: Path) -> pa.Array:
     if not (is_text(ids.type) or pa.types.is_integer(ids.type)):
         raise UserError(f"vocabulary file '{path}' has ids of type {ids.type}, which must be integers or strings")
     if ids.null_count:
-        raise UserError(f"vocabulary file '{path}' holds {ids.null_count} nulls as ids, which are not allowed")
+        raise UserError(
+            f"vocabulary file '{path}' holds {counted(ids.null_count, 'null')} as ids, which are not allowed"
+        )
     if number := num_again(ids):
-        raise UserError(f"vocabulary file '{path}' lists {number} ids again, and may list each once")
+        raise UserError(f"vocabulary file '{path}' lists {counted(number, 'id')} again, and may list each once")
     if is_text(ids.type):
         return _strings(ids.cast(pa.large_binary()).combine_chunks())
     return _wide(ids.combine_chunks().to_numpy())

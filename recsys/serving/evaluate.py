@@ -19,7 +19,7 @@ from recsys.data.label_checks import constant_labels
 from recsys.data.loader import Loader
 from recsys.data.permutation import Permutation
 from recsys.data.wanted import read_features, row_filter
-from recsys.errors import UserError
+from recsys.errors import UserError, counted
 from recsys.ids import hash_column, hash_integers
 from recsys.models.bootstrap import Bootstrap
 from recsys.models.label_metrics import LabelEvaluator
@@ -167,7 +167,7 @@ def _sizes(metrics: Mapping[str, float]) -> str:
     sizes = {name: value for name, value in metrics.items() if name.split(".")[-1] in ("rows", "users")}
     if len({*sizes.values()}) == 1:
         sizes = {name.split(".")[-1]: value for name, value in sizes.items()}
-    return "".join(f", {value:,.0f} {name}" for name, value in sizes.items())
+    return "".join(f", {counted(int(value), name.removesuffix('s'))}" for name, value in sizes.items())
 
 
 @torch.no_grad()

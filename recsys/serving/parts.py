@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from recsys.errors import UserError
+from recsys.errors import UserError, counted
 from recsys.report.shapes import misfit
 from recsys.runtime.environment import give_unused_back
 from recsys.runtime.files import make_folder, replace_file
@@ -90,7 +90,7 @@ class Parts:
                 self.done += 1
                 if world.rank == 0:
                     self._save()
-        logger.info("done: %d rows in %s", sum(self.rows), self.folder)
+        logger.info("done: %s in %s", counted(sum(self.rows), "row"), self.folder)
 
     def show(self, rows: int) -> None:
         """Show progress: the number of rows of the current block that are done, over all ranks."""

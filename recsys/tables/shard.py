@@ -29,7 +29,7 @@ from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
 from recsys.config import Config, ShardingChoice
 from recsys.config.checks import check_sharding
 from recsys.config.choices import MACHINE_SPLITS, FloatType
-from recsys.errors import UserError
+from recsys.errors import UserError, counted
 from recsys.runtime.files import replace_file
 from recsys.runtime.machine import Topology
 from recsys.runtime.world import World
@@ -91,7 +91,8 @@ def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) 
         raise UserError(f"{key} is not a plan that a run has written ({' '.join(str(error).split())})") from error
     if world_size != topology.world_size:
         raise UserError(
-            f"{key} is for {world_size} ranks, but there are {topology.world_size}; start as many, or drop it"
+            f"{key} is for {counted(world_size, 'rank')}, and this run has {topology.world_size}; start as many, or "
+            f"drop it"
         )
     by_table: dict[str, list[Shard]] = {}
     for shard in sorted(shards, key=lambda shard: (shard.offset[1], shard.offset[0], shard.rank)):

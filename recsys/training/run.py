@@ -18,7 +18,7 @@ from recsys.config.device import check_device, repeated_decoding
 from recsys.config.meaning import refuse_differences
 from recsys.data.checks import doubts
 from recsys.data.inputs import Inputs, open_inputs
-from recsys.errors import UserError
+from recsys.errors import UserError, counted
 from recsys.memory import Timeline
 from recsys.memory.advice import Explained, fit_inputs, limit_memory
 from recsys.memory.levers import Change
@@ -204,7 +204,7 @@ def _log_start(inputs: Inputs, session: _Session) -> None:
     config, world = inputs.config, inputs.world
     logger.info("%s on %d × %s, writing to %s", config.run.name, world.world_size, world.device.type, session.run_dir)
     for role, dataset in inputs.datasets.items():
-        logger.info("%s: %s rows in %d files", role, f"{dataset.num_rows:,}", dataset.num_files)
+        logger.info("%s: %s in %s", role, counted(dataset.num_rows, "row"), counted(dataset.num_files, "file"))
     for sentence in (*session.instead, *idle_settings(config), *unlike_versions(world)):
         logger.warning("%s", sentence)
     if repeated := repeated_decoding(config, world.world_size):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from recsys.checkpoint import TrainState
 from recsys.config import Autocast, Config
-from recsys.errors import UserError
+from recsys.errors import UserError, counted
 from recsys.runtime.logs import Progress, logger
 from recsys.step.loss_scale import LossScale
 from recsys.step.output import StepOutput
@@ -81,14 +81,15 @@ class StepCounts:
                 what = f"the weights of its rows, of data.weight_column, add up to {output.weight:g}"
                 advice = "multiply all weights by a number, or write 0 for what is next to nothing"
             raise UserError(
-                f"step {step}: {what}, and config key 'train.max_bad_steps' allows {most} such steps; look at the rows "
-                f"in '{self._folder}', {advice}, or raise it"
+                f"step {step}: {what}, and config key 'train.max_bad_steps' allows {counted(most, 'such step')}; look "
+                f"at the rows in '{self._folder}', {advice}, or raise train.max_bad_steps"
             )
 
     def _check_bad_rows(self, step: int, num_bad: int) -> None:
         most = self._config.data.max_bad_rows
         if num_bad > most:  # the number is the same on every rank, so all of them end here
             raise UserError(
-                f"config key 'data.max_bad_rows' allows {most} rows of an epoch that cannot be read, found {num_bad} "
-                f"up to step {step} (the files are named in the logs of the ranks); repair them, or raise it"
+                f"config key 'data.max_bad_rows' allows {counted(most, 'row')} of an epoch that cannot be read, found "
+                f"{num_bad} up to step {step} (the files are named in the logs of the ranks); repair them, or raise "
+                f"data.max_bad_rows"
             )

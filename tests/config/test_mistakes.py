@@ -191,7 +191,7 @@ STRINGS = [str(i) for i in range(3000)]
 # How data.train differs from the sample, further overrides → what the sentence says.
 DATA: dict[str, tuple[Edit, list[str], list[str]]] = {
     "rating as label": (column("label", [1, 2, 3, 4, 5] * 600), [], ["'label' (data.label_column) holds 2", "0 or 1"]),
-    "label null": (column("label", None, slice(9, 10)), [], ["(data.label_column) holds 1 nulls"]),
+    "label null": (column("label", None, slice(9, 10)), [], ["(data.label_column) holds 1 null"]),
     "late label": (column("label", 3, slice(2999, 3000)), [], ["holds 3", "part-0.parquet"]),
     "label of strings": (column("label", STRINGS), [], ["(data.label_column) must hold numbers, found string"]),
     "negative weight": (column("weight", -1.0), [], ["(data.weight_column) holds -1.0", "0 or more"]),
@@ -286,7 +286,7 @@ USERS = pa.table({"user_id": [1, 2], "targets": [ITEMS["item_id"].to_pylist()[:2
 # items, users to evaluate → what the sentence says.
 RETRIEVAL = {
     "item twice": (pa.concat_tables([ITEMS, ITEMS.slice(0, 1)]), USERS, ["occurs 2 times", "'data.items'"]),
-    "item null": (pa.table({"item_id": [1, None]}), USERS, ["holds 1 nulls"]),
+    "item null": (pa.table({"item_id": [1, None]}), USERS, ["holds 1 null"]),
     "items of another type": (
         ITEMS.cast(pa.schema([("item_id", pa.string())])),
         USERS,

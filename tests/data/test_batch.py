@@ -71,7 +71,7 @@ def test_labels_and_weights():
 
 
 def test_null_labels_and_weights_are_refused():
-    assert "column 'label' (label) holds 1 nulls" in refusal(lambda: label_and_weight(label=[1, None, 0]))
+    assert "column 'label' (label) holds 1 null" in refusal(lambda: label_and_weight(label=[1, None, 0]))
     assert "column 'weight' (weight) holds 2 nulls" in refusal(lambda: label_and_weight(weight=[1, None, None]))
 
 

@@ -149,7 +149,7 @@ def test_no_rows(kind):
 def test_nulls_refused(rows):
     counts = Counts()
     message = refusal(lambda: convert(pa.array(rows), null=REFUSE, statistics=counts))
-    assert message.startswith("column 'h' (feature 'history'): 1 nulls ") and "refuse" in message
+    assert message.startswith("column 'h' (feature 'history'): 1 null ") and "refuse" in message
     assert counts.mapped == counts.nulls == 0
 
 

@@ -89,15 +89,15 @@ def test_weights_of_several_rows_per_id():
 @pytest.mark.parametrize(
     ("ids", "weights", "said"),
     [
-        ([[1, 2], [3]], [[1], [2]], "row 0 has 2 ids, but 1 weights in column 'w'"),
-        ([[1], [2], [3]], [[1], None, []], "row 1 has 1 ids, but 0 weights in column 'w'"),
+        ([[1, 2], [3]], [[1], [2]], "row 0 has 2 ids, but 1 weight in column 'w'"),
+        ([[1], [2], [3]], [[1], None, []], "row 1 has 1 id, but 0 weights in column 'w'"),
         # As many in all.
-        ([[1], [], [3, 4]], [[1], [2], [3]], "row 1 has 0 ids, but 1 weights in column 'w'"),
+        ([[1], [], [3, 4]], [[1], [2], [3]], "row 1 has 0 ids, but 1 weight in column 'w'"),
         ([[1], [2]], [1, 2], "lists of ids need lists of weights, but column 'w' is int64"),
         ([1, 2], [[1], [2]], "one id a row needs one weight a row, but column 'w' is list<"),
         ([[1], [2]], [["a"], ["b"]], "column 'w' (weights of its ids) must hold numbers, found string"),
         ([1, 2], ["a", "b"], "column 'w' (weights of its ids) must hold numbers, found string"),
-        ([[1], [2, 3]], [[1], [2, None]], "column 'w' (weights of its ids) holds 1 nulls, which are not allowed"),
+        ([[1], [2, 3]], [[1], [2, None]], "column 'w' (weights of its ids) holds 1 null, which are not allowed"),
         ([[1], [2]], [[1.0], [math.nan]], "column 'w' (weights of its ids) holds nan, but only finite numbers"),
         ([1, 2], [1.0, -math.inf], "column 'w' (weights of its ids) holds -inf, but only finite numbers"),
         ([1, 2], [1.0, 1e39], "column 'w' (weights of its ids) holds 1e+39, but only finite numbers"),

@@ -352,7 +352,7 @@ def test_features_of_tables_with_a_row_for_each_id(tmp_path: Path) -> None:
     [
         (["a", "b", "a"], r"--items: column 'what' holds a in 2 rows"),
         ([1, 2, 3], "'what' is string in the log and int64 in --items"),
-        (["a", None, "b"], "'what' holds 1 nulls"),
+        (["a", None, "b"], "'what' holds 1 null"),
     ],
 )
 def test_a_table_of_items_that_is_none(ids: list[Any], message: str, tmp_path: Path) -> None:

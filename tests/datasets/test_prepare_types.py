@@ -248,7 +248,7 @@ def test_a_csv_file_without_a_header_of_times_with_nanoseconds(tmp_path: Path) -
 
 def test_nulls_inside_lists_of_items_are_told_as_such(tmp_path: Path) -> None:
     source = write(tmp_path / "log.parquet", user_id=[1, 2], item_id=[[1, None], None])
-    with pytest.raises(UserError, match=r"the lists of column 'item_id' hold 1 nulls, .* write the lists without them"):
+    with pytest.raises(UserError, match=r"the lists of column 'item_id' hold 1 null, .* write the lists without them"):
         convert_log([source], tmp_path / "out", LogOptions(where="item_id is not None"))
 
 

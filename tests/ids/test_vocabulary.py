@@ -316,8 +316,8 @@ def test_vocabulary_file(tmp_path, ids):
     [
         (pa.table({"ID": [1], "count": [1]}), "has the columns ID, count, but must have one called id"),
         (pa.table({"id": [0.5]}), "has ids of type double, which must be integers or strings"),
-        (pa.table({"id": [1, None]}), "holds 1 nulls as ids"),
-        (pa.table({"id": ["a", "b", "a"]}), "lists 1 ids again, and may list each once"),
+        (pa.table({"id": [1, None]}), "holds 1 null as ids"),
+        (pa.table({"id": ["a", "b", "a"]}), "lists 1 id again, and may list each once"),
     ],
 )
 def test_files_that_are_no_vocabulary(tmp_path, table, message):

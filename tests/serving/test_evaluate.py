@@ -109,6 +109,7 @@ def test_groups_intervals_and_cold_ids_on_any_ranks(run: tuple[Path, dict[str, A
         ({"recall@5": 0.5, "users": 7.0}, ", 7 users"),
         ({"click.auc": 0.5, "click.rows": 7.0, "buy.auc": 0.5, "buy.rows": 7.0}, ", 7 rows"),
         ({"click.auc": 0.5, "click.rows": 7.0, "buy.auc": 0.5, "buy.rows": 5.0}, ", 7 click.rows, 5 buy.rows"),
+        ({"auc": 0.5, "rows": 1.0}, ", 1 row"),
         ({"mine": 0.5}, ""),
     ],
 )

@@ -358,7 +358,7 @@ def test_a_plan_is_saved_and_loaded(folder: Path) -> None:
     again, _ = trained(folder, 2, (f"run.plan={plan}",))
     assert again == losses and (folder / "run-2/plan.json").read_text() == plan.read_text()
     for nproc, options, said in (
-        (1, (f"run.plan={plan}",), "is for 2 ranks, but there are 1"),
+        (1, (f"run.plan={plan}",), "is for 2 ranks, and this run has 1"),
         (2, (f"run.plan={plan}", "tables.user.num_embeddings=200"), "has table 'user' as 300 × 16"),
         (1, (f"run.plan={folder}/none.json",), "is not a plan that a run has written"),
     ):
