@@ -16,8 +16,8 @@ from recsys.data.arrays import decoded
 from recsys.data.batch import Batch
 from recsys.data.dataset import Dataset
 from recsys.data.facts import VocabularyRequest, measure
-from recsys.data.parquet import open_dataset
-from recsys.data.wanted import column_of, row_filter
+from recsys.data.parquet import open_dataset, with_made
+from recsys.data.wanted import column_of, made_columns, row_filter
 from recsys.errors import UserError, in_words
 from recsys.ids import IndexMapping
 from recsys.runtime.logs import logger
@@ -113,10 +113,12 @@ def _by_count(opened: OpenRun, columns: tuple[str, ...], bounds: Sequence[int], 
     Args:
         lists: whether columns may have lists of ids.
     """
-    config, asks = opened.run.with_trained_rows(), dict.fromkeys(columns, "--cold")
+    config = opened.run.with_trained_rows()
     data, filter = config.data, row_filter(config, "train")
+    made = {name: how for name, how in made_columns(config, "train").items() if name in columns}
+    asks = {column: "--cold" for name in columns for column in (made[name].columns if name in made else [name])}
     train = opened.world.from_rank_zero(
-        lambda: open_dataset("data.train", data.train, asks, data.max_rows, filter, data)
+        lambda: with_made(open_dataset("data.train", data.train, asks, data.max_rows, filter, data), made)
     )
     if not lists:
         _check_ids(columns[0], train.schema.field(columns[0]).type)

@@ -151,3 +151,17 @@ def test_cold_ids_of_a_struct_are_refused(tmp_path: Path) -> None:
     ):
         opened: Any = SimpleNamespace(run=run, world=world, inputs=SimpleNamespace(corpus=None))
         slices_by(opened, "device", (2,))
+
+
+def test_items_in_texts_are_counted(tmp_path: Path) -> None:
+    """Users' lists may be texts with a separator, which are no column of data.train themselves."""
+    pq.write_table(pa.table({"history": ["a|b", "b| a", None, "b"]}), tmp_path / "a.parquet")
+    changes = [f"data.train={tmp_path}/a.parquet", "features.history.separator='|'", "data.filter=null"]
+    config = load_config(ROOT / "configs" / "sasrec_beauty.yaml", changes)
+    run = SimpleNamespace(config=config, with_trained_rows=lambda: config)
+    corpus = pa.array(["b", "c", "a"])
+    with open_world(Device.cpu) as world:
+        opened: Any = SimpleNamespace(run=run, world=world, inputs=SimpleNamespace(corpus=corpus))
+        slices = slices_by(opened, "targets", (1, 3))
+    of_items = [slices._names[place] for place in slices._of_items]
+    assert of_items == ["count 3+", "count 0", "count 1-2", "not in data.items"]
