@@ -103,9 +103,7 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
 def _write_numbers(array: pa.Array, part: FloatColumn, given: np.ndarray) -> None:
     numbers, nulls = raw_numbers(array, part)
     if nulls is not None and part.fill is None:
-        raise UserError(
-            f"{part.title} holds {counted(len(nulls), 'null')}, which are not allowed; {part.without_nulls}"
-        )
+        raise UserError(f"{part.title} holds {counted(len(nulls), 'null')}, but none are allowed; {part.without_nulls}")
     out = given if given.flags.c_contiguous else np.empty(given.shape, np.float32)
     is_finite = write_floats(numbers.reshape(-1), out.reshape(-1))
     if nulls is not None:

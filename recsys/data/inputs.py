@@ -330,7 +330,7 @@ def read_corpus(config: Config, items: Dataset) -> pa.Array:
     ids = read_column(items, column)
     if ids.null_count:
         raise UserError(
-            f"config key '{items.key}': column '{column}' holds {counted(ids.null_count, 'null')}; drop these"
+            f"config key '{items.key}': column '{column}' holds {counted(ids.null_count, 'null')}; leave them out"
         )
     if num_again(ids):
         counts = ids.value_counts()

@@ -238,7 +238,7 @@ def read_vocabulary(path: Path) -> pa.Array:
         raise UserError(f"vocabulary file '{path}' has ids of type {ids.type}, which must be integers or strings")
     if ids.null_count:
         raise UserError(
-            f"vocabulary file '{path}' holds {counted(ids.null_count, 'null')} as ids, which are not allowed"
+            f"vocabulary file '{path}' holds {counted(ids.null_count, 'null')} as ids, but none are allowed"
         )
     if number := num_again(ids):
         raise UserError(f"vocabulary file '{path}' lists {counted(number, 'id')} again, and may list each once")

@@ -547,7 +547,7 @@ def convert_floats(array: pa.Array, feature: dict[str, Any]) -> np.ndarray:
     numbers, valid = vectors_of(array, dim or 1, title)
     if not valid.all():
         if feature["fill"] is None:
-            raise ExportError(f"{title} holds {int((~valid).sum())} nulls, which are not allowed")
+            raise ExportError(f"{title} holds {int((~valid).sum())} nulls, but none are allowed")
         numbers = np.where(valid, numbers.astype(np.float64), feature["fill"])
     with np.errstate(over="ignore", invalid="ignore"):
         if not (finite := np.isfinite(numbers.astype(np.float32))).all():

@@ -206,7 +206,7 @@ def test_a_transform_beyond_float32():
 
 def test_null_labels_are_refused():
     message = refusal(lambda: convert_floats(pa.array([1, None, 0]), FloatColumn("data.label_column", "l", None)))
-    said = "column 'l' (data.label_column) holds 1 nulls, which are not allowed"
+    said = "column 'l' (data.label_column) holds 1 null, but none are allowed"
     assert message == said + '; leave such rows out by data.filter="l is not None"'
 
 

@@ -97,7 +97,7 @@ def test_weights_of_several_rows_per_id():
         ([1, 2], [[1], [2]], "one id a row needs one weight a row, but column 'w' is list<"),
         ([[1], [2]], [["a"], ["b"]], "column 'w' (weights of its ids) must hold numbers, found string"),
         ([1, 2], ["a", "b"], "column 'w' (weights of its ids) must hold numbers, found string"),
-        ([[1], [2, 3]], [[1], [2, None]], "column 'w' (weights of its ids) holds 1 null, which are not allowed"),
+        ([[1], [2, 3]], [[1], [2, None]], "column 'w' (weights of its ids) holds 1 null, but none are allowed"),
         ([[1], [2]], [[1.0], [math.nan]], "column 'w' (weights of its ids) holds nan, but only finite numbers"),
         ([1, 2], [1.0, -math.inf], "column 'w' (weights of its ids) holds -inf, but only finite numbers"),
         ([1, 2], [1.0, 1e39], "column 'w' (weights of its ids) holds 1e+39, but only finite numbers"),

@@ -138,8 +138,8 @@ def test_labels_in_another_order_than_they_happen_in_are_told(
 @pytest.mark.parametrize(
     ("label", "said"),
     [
-        ("seconds > 5", "the condition of data.labels.b holds 13 nulls, which are not allowed; "),
-        ("seconds", "column 'seconds' (data.labels.b) holds 13 nulls, which are not allowed; "),
+        ("seconds > 5", "the condition of data.labels.b holds 13 nulls, but none are allowed; "),
+        ("seconds", "column 'seconds' (data.labels.b) holds 13 nulls, but none are allowed; "),
     ],
 )
 def test_nulls_of_a_label_are_told_with_what_allows_them(label: str, said: str, world: World, folder: Path) -> None:
