@@ -163,12 +163,12 @@ def _check(options: CsvOptions) -> None:
     for name, dtype in [*options.types.items(), *((n, k) for n, (_, k) in options.lists.items())]:
         if dtype not in TYPES:
             raise UserError(f"type {dtype!r} of column {name!r} is unknown; allowed are {', '.join(TYPES)}")
-    if options.split and (len(options.split) > 3 or min(options.split) <= 0):
-        raise UserError(f"--split takes up to three positive shares, got {options.split}")
+    if both := options.types.keys() & {*options.lists, *options.tokens}:
+        raise UserError(f"--types has {min(both)!r}, which is split; the type in a list is --list NAME=SEPARATOR:TYPE")
+    if options.split and (len(options.split) > 3 or min(options.split) <= 0 or not abs(sum(options.split) - 1) <= 1e-6):
+        raise UserError(f"--split takes up to three positive shares that add up to 1, got {options.split}")
     if options.split_by != "random" and not options.split:
         raise UserError(f"--split-by {options.split_by!r} has nothing to split; add shares, as in --split 0.8,0.1,0.1")
-    if options.split and not abs(sum(options.split) - 1) <= 1e-6:  # nor is nan
-        raise UserError(f"--split shares must add up to 1, got {sum(options.split):g}")
 
 
 class _Reader:

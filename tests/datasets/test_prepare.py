@@ -348,7 +348,7 @@ MISTAKES = {
     "csv {log} --out {tmp}/o --types tags=int64": "log.csv: In CSV column #4: Row #2",
     "csv {log} --out {tmp}/o --list tags=|:int64": "column 'tags' as list of int64",
     "csv {log} --out {tmp}/o --split 0.5,0.4": "add up to 1",
-    "csv {log} --out {tmp}/o --split 0.5,nan": "add up to 1, got nan",
+    "csv {log} --out {tmp}/o --split 0.5,nan": "add up to 1, got (0.5, nan)",
     "csv {log} --out {tmp}/o --split 0.5,x": "numbers separated by commas",
     "csv {log} --out {tmp}/o --split 0.5,0.5 --split-by time": "time:COLUMN",
     "csv {log} --out {tmp}/o --split 0.5,0.5 --split-by time:tags": "must be a number",

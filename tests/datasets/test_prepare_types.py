@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -264,3 +265,10 @@ def test_zeros_in_front_of_numbers_are_told(tmp_path: Path, capsys: pytest.Captu
     (note,) = re.findall("note: .*", capsys.readouterr().err)
     assert "'sku' is read as numbers" in note and "0042 becomes 42; --types sku=string" in note
     assert pq.read_table(tmp_path / "out").to_pylist()[1]["zip"] == "00501"
+
+
+@pytest.mark.parametrize("split", [{"lists": {"genres": ("|", "string")}}, {"tokens": ["genres"]}])
+def test_a_column_that_is_split_has_no_type_of_its_own(split: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("genres\n1|2\n")
+    with pytest.raises(UserError, match=r"--types has 'genres', which is split; .* --list NAME=SEPARATOR:TYPE"):
+        convert_csv([tmp_path / "a.csv"], tmp_path / "out", CsvOptions(types={"genres": "int64"}, **split))
