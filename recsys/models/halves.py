@@ -10,21 +10,13 @@ from itertools import islice, zip_longest
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from recsys.config import Config
 from recsys.config.choices import Autocast
 from recsys.models.dropout import RowDropout
-
-_ELEMENTS_AT_ONCE = 1 << 18  # elements of a weight whose gradients by halves are in memory at the same time
-_MOST_BLOCKS = 256  # of a weight, at most: each costs some operators, and so many keep the memory small
-_COLUMNS_AT_ONCE = 1 << 10  # columns that are multiplied with one column at a time
-_LONG = 512  # products: longer sums may be split over threads
-_FEW_ROWS = 16  # rows: with fewer, some processors multiply differently on two threads
-_MOST_ROWS = 768  # rows: MKL splits longer sums over threads
-_CHUNKED_ELEMENTS = 1 << 22  # elements of the products of chunks of rows that are in memory at the same time
+from recsys.models.products import gradients_by_parameters, product_over_rows, times
 
 
 class InParts:
@@ -122,14 +114,14 @@ class _LinearInParts(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.num_parts = num_parts if len(x) % num_parts == 0 else 1
-        return _times(x, weight.T, bias, ctx.num_parts)
+        return times(x, weight.T, bias, ctx.num_parts)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, *wanted, _ = ctx.needs_input_grad
-        by_x = _times(gradient, weight, None, ctx.num_parts) if of_x else None
-        return by_x, *_by_parameters(gradient, x, ctx.num_parts, *wanted), None
+        by_x = times(gradient, weight, None, ctx.num_parts) if of_x else None
+        return by_x, *gradients_by_parameters(gradient, x, ctx.num_parts, *wanted), None
 
 
 def _is_mlp(module: nn.Module) -> bool:
@@ -188,6 +180,9 @@ class _MLPInParts(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_x, _, _, _, *wanted = ctx.needs_input_grad
         *parameters, x, result = (*ctx.saved_tensors, None)[: len(wanted) + 2]
+        if torch.is_grad_enabled():
+            by_x, *by_parameters = _differentiable_gradients(ctx, gradient, x, parameters)
+            return by_x, None, None, None, *by_parameters
         last = len(wanted) // 2 - 1
         hidden = ctx.hidden or list(islice(_passed(x, ctx.num_parts, ctx.relus, parameters), last))
         ctx.hidden = []
@@ -198,11 +193,25 @@ class _MLPInParts(torch.autograd.Function):
                 torch.ops.aten.threshold_backward.grad_input(gradient, result, 0, grad_input=memory)
                 gradient = memory if ctx.relus[i].share == 1 else memory.div_(ctx.relus[i].share)
             result = hidden.pop() if i else x
-            gradients += reversed(_by_parameters(gradient, result, ctx.num_parts, *wanted[2 * i : 2 * i + 2]))
+            gradients += reversed(gradients_by_parameters(gradient, result, ctx.num_parts, *wanted[2 * i : 2 * i + 2]))
             if not (of_x or any(wanted[: 2 * i])):
                 return None, None, None, None, *[None] * (2 * i), *reversed(gradients)
-            gradient = _times(gradient, parameters[2 * i], None, ctx.num_parts)
+            gradient = times(gradient, parameters[2 * i], None, ctx.num_parts)
         return gradient, None, None, None, *reversed(gradients)
+
+
+def _differentiable_gradients(
+    ctx: Any, gradient: torch.Tensor, x: torch.Tensor, parameters: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Return an MLP's gradients by its input and parameters, for a loss that has gradients in it (`create_graph`)."""
+    outputs = x
+    for weight, bias, relu in zip_longest(parameters[::2], parameters[1::2], ctx.relus):
+        outputs = _LinearInParts.apply(outputs, weight, bias, ctx.num_parts)
+        outputs = outputs if relu is None else relu(outputs)
+    of_x, _, _, _, *wanted = ctx.needs_input_grad
+    inputs = [tensor for tensor, is_wanted in zip((x, *parameters), (of_x, *wanted), strict=True) if is_wanted]
+    found = iter(torch.autograd.grad(outputs, inputs, gradient, create_graph=True))
+    return [next(found) if is_wanted else None for is_wanted in (of_x, *wanted)]
 
 
 def _passed(
@@ -210,7 +219,7 @@ def _passed(
 ) -> Iterator[torch.Tensor]:
     """Yield the output of each layer of an MLP, after its ReLU if it has one."""
     for weight, bias, relu in zip_longest(parameters[::2], parameters[1::2], relus):
-        x = _times(x, weight.T, bias, num_parts)
+        x = times(x, weight.T, bias, num_parts)
         if relu is not None:
             x = x.relu_() if relu.share == 1 else relu.without_autograd(x)
         yield x
@@ -230,14 +239,14 @@ class _LinearByChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _times(x, weight.T, bias, 1)
+        return times(x, weight.T, bias, 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         return (
-            _times(gradient, weight, None, 1) if of_x else None,
+            times(gradient, weight, None, 1) if of_x else None,
             product_over_rows(gradient, x) if of_weight else None,
             gradient.sum(0) if of_bias else None,
         )
@@ -280,71 +289,3 @@ class _LayerNormByColumns(torch.autograd.Function):
             gradient, x, weight.shape, mean, scale, weight, bias, [True, False, False]
         )
         return of_x, (x - mean).mul_(scale).mul_(gradient).sum(0), gradient.sum(0), None
-
-
-def product_over_rows(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return first.T @ second, [p, q], of [rows, p] and [rows, q]; the same on one thread of a CPU and on two."""
-    if first.device.type != "cpu" or len(first) <= _MOST_ROWS:
-        return first.T @ second
-    end = len(first) // _MOST_ROWS * _MOST_ROWS
-    result = first[end:].T @ second[end:]
-    at_once = max(1, _CHUNKED_ELEMENTS // max(1, result.numel()))
-    chunks = (matrix[:end].reshape(-1, _MOST_ROWS, matrix.shape[1]).split(at_once) for matrix in (first, second))
-    for first_chunks, second_chunks in zip(*chunks, strict=True):
-        result += torch.bmm(first_chunks.mT, second_chunks).sum(0)
-    return result
-
-
-def add_products(total: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Add first @ second, of [rows, n] and [n, width], to `total` and return it; the same on one thread and on two."""
-    at_once = _LONG if first.device.type == "cpu" else max(1, len(second))
-    for columns, rows in zip(first.split(at_once, dim=1), second.split(at_once), strict=True):
-        total.addmm_(columns, rows)
-    return total
-
-
-def _times(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, num_parts: int) -> torch.Tensor:
-    """Return x times a matrix, plus a bias, with sums that are the same on one thread and on two."""
-    width, outputs = matrix.shape
-    if num_parts == 1 or width < _LONG or outputs == 1:
-        if len(x) >= _FEW_ROWS:
-            return F.linear(x, matrix.T, bias)
-        return F.linear(F.pad(x, (0, 0, 0, _FEW_ROWS - len(x))), matrix.T, bias)[: len(x)].clone()
-    parts, matrices = x.reshape(num_parts, -1, width), matrix.expand(num_parts, width, outputs)
-    result = x.new_empty(len(x), outputs)  # not a view of another, since what follows may change it in place
-    of_parts = result.view(num_parts, -1, outputs)
-    if bias is None:
-        torch.bmm(parts, matrices, out=of_parts)
-    else:
-        torch.baddbmm(bias, parts, matrices, out=of_parts)
-    return result
-
-
-def _by_parameters(
-    gradient: torch.Tensor, x: torch.Tensor, num_parts: int, of_weight: bool, of_bias: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of a layer's weight and bias, or None, from the gradient of its output and its input."""
-    gradients, inputs = (matrix.reshape(num_parts, -1, matrix.shape[-1]) for matrix in (gradient, x))
-    return _products(gradients, inputs) if of_weight else None, gradients.sum(1).sum(0) if of_bias else None
-
-
-def _products(gradients: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a weight, [outputs, inputs], from parts of the rows, [parts, rows, outputs or inputs].
-
-    A single product is split over threads, and so is a long sum; of two products in a batch, each thread computes one.
-    But two products with a vector are summed in another order than one, and so are some whose second result begins
-    between multiples of 16 bytes.
-    """
-    outputs, width = gradients.shape[2], inputs.shape[2]
-    if min(outputs, width) > 1 and outputs * width % 4:
-        return _products(F.pad(gradients, (0, -outputs % 4)), inputs)[:outputs]
-    if outputs == 1 or width == 1:
-        wide, narrow = (gradients, inputs) if width == 1 else (inputs, gradients)
-        sums = [(columns * narrow).sum(1).sum(0) for columns in wide.split(_COLUMNS_AT_ONCE, dim=2)]
-        return torch.cat(sums).view(outputs, width)
-    if (blocks := min(-(-outputs * width // _ELEMENTS_AT_ONCE), outputs // 2, _MOST_BLOCKS)) == 1:
-        return torch.bmm(gradients.mT, inputs).sum(0)
-    result = gradients.new_empty(outputs, width)
-    for out, block in zip(result.tensor_split(blocks), gradients.tensor_split(blocks, dim=2), strict=True):
-        torch.sum(torch.bmm(block.mT, inputs), 0, out=out)
-    return result

@@ -19,9 +19,10 @@ from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, Vectors, row_of_each_id
 from recsys.models.columns import take_rows
 from recsys.models.dropout import RowDropout
-from recsys.models.halves import PartByPart, add_products, product_over_rows, sum_of_rows
+from recsys.models.halves import PartByPart, sum_of_rows
 from recsys.models.items import barred_scores
 from recsys.models.jagged import Lists, PaddedLists, host_lengths
+from recsys.models.products import add_products, product_over_rows
 from recsys.models.retrieval import ListConfig, ListModel, pieces
 from recsys.models.sequence_layers import HSTU, Block
 

@@ -17,7 +17,7 @@ from recsys.runtime.world import World
 
 _CUBLAS_THREADS = 2  # the training thread, and autograd's for backward passes
 # MKL keeps copied parts of matrices in each thread, for each kind of product: inputs with weights, gradients with
-# weights, gradients with inputs. At most two threads compute the last (models/halves.py). 2.2 to 3 MiB were measured.
+# weights, gradients with inputs. At most two threads compute the last (models/products.py). 2.2 to 3 MiB were measured.
 _PACKED_BYTES = 21 << 17
 
 

@@ -14,7 +14,8 @@ from recsys.memory.trace import LivePeak
 from recsys.models.base import checkpoint_mlps, mlp
 from recsys.models.columns import PairwiseDots, take_rows
 from recsys.models.dropout import dropouts, set_dropout_keys
-from recsys.models.halves import PartByPart, add_products, in_parts, product_over_rows, sum_in_halves
+from recsys.models.halves import PartByPart, in_parts, sum_in_halves
+from recsys.models.products import add_products, product_over_rows
 
 
 def gradients(layer: nn.Module, x: torch.Tensor, by_output: torch.Tensor) -> list[torch.Tensor]:
@@ -60,7 +61,8 @@ def hold_to_halves(build: Callable[[], nn.Module], x: torch.Tensor, by_output: t
 
 
 @pytest.mark.parametrize(
-    "shape", [(64, 33), (64, 1), (1, 64), (1, 3000), (700, 800), (1500, 600), (2, 140_000), (5, 7), (9, 129)]
+    "shape",
+    [(64, 33), (64, 1), (1, 64), (1, 3000), (700, 800), (1500, 600), (2, 140_000), (5, 7), (9, 129), (7, 75_002)],
 )
 def test_one_process_sums_as_two(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
@@ -86,6 +88,32 @@ def test_odd_rows_frozen_weights_and_checkpoints() -> None:
     again = checkpoint(layers, x, use_reentrant=False)
     torch.testing.assert_close(torch.autograd.grad(again, wanted, by_output), expected)
     assert isinstance(layers[0], nn.Linear) and list(layers.state_dict()) == ["0.weight", "1.weight", "1.bias"]
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.Linear(700, 800),
+        lambda: nn.Linear(5, 7),
+        lambda: mlp(12, [16, 700, 8], 1, dropout=0.3),
+        lambda: nn.Sequential(mlp(12, [16], None, dropout=0.0, layer_norm=True), nn.Linear(16, 3, bias=False)),
+    ],
+    ids=["wide", "narrow", "MLP", "norm"],
+)
+def test_a_loss_may_have_gradients_in_it(build: Callable[[], nn.Module], num_parts: int) -> None:
+    """Such as the penalty of Gulrajani et al. 2017 (arXiv:1704.00028) on the gradient by the input."""
+    torch.manual_seed(0)
+    plain, layers = build(), build()
+    layers.load_state_dict(plain.state_dict())
+    sum_in_halves(layers, 3 - num_parts)
+    first = next(module for module in plain.modules() if isinstance(module, nn.Linear))
+    x, found = torch.randn(64, first.in_features, requires_grad=True), []
+    for module in (plain, layers):
+        set_dropout_keys(dropouts(module), seed=1, step=2, rows=torch.arange(64))
+        (by_x,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(by_x.square().mean(), [x, *module.parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [64, 63, 5])
