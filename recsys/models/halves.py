@@ -170,16 +170,18 @@ class _MLPInParts(torch.autograd.Function):
         """
         ctx.num_parts, ctx.relus = num_parts if len(x) % num_parts == 0 else 1, relus
         ctx.hidden = []  # not in save_for_backward, so that each can be freed when it has been used
-        for passed in _passed(x, ctx.num_parts, relus, parameters):
-            ctx.hidden += [passed] * keep
+        for result in _passed(x, ctx.num_parts, relus, parameters):
+            if keep:
+                ctx.hidden.append(result)
         ctx.hidden = ctx.hidden[:-1]
-        ctx.save_for_backward(*parameters, x, *[passed] * (2 * len(relus) == len(parameters)))
-        return passed
+        ends_in_relu = 2 * len(relus) == len(parameters)
+        ctx.save_for_backward(*parameters, x, result if ends_in_relu else None)
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_x, _, _, _, *wanted = ctx.needs_input_grad
-        *parameters, x, result = (*ctx.saved_tensors, None)[: len(wanted) + 2]
+        *parameters, x, result = ctx.saved_tensors
         if torch.is_grad_enabled():
             by_x, *by_parameters = _differentiable_gradients(ctx, gradient, x, parameters)
             return by_x, None, None, None, *by_parameters
