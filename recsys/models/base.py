@@ -19,7 +19,7 @@ from recsys.config import Config, DistillConfig, LabelConfig, ModelConfig
 from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
 from recsys.errors import UserError
-from recsys.models.columns import by_label
+from recsys.models.columns import by_label, in_order_of_tasks
 from recsys.models.dropout import RowDropout
 from recsys.models.halves import InParts, sum_of_rows
 from recsys.models.items import ItemVectors
@@ -87,10 +87,13 @@ class Model(InParts, nn.Module):
     Attributes:
         Config: the dataclass of its section of a config, derived from ModelConfig.
         loss_by_rows: whether the loss of a batch is the sum of the losses of its rows.
+        reads_teacher: whether the class's own `losses`, if it has any, learn a teacher's scores: by `with_teacher`, or
+            by `super().losses`.
     """
 
     Config: ClassVar[type[ModelConfig]]
     loss_by_rows: ClassVar[bool] = True
+    reads_teacher: ClassVar[bool] = False
 
     def __init__(self, inputs: DenseInputs) -> None:
         super().__init__()
@@ -99,9 +102,13 @@ class Model(InParts, nn.Module):
 
     @classmethod
     def check_teacher(cls, distill: DistillConfig | None) -> None:
-        """Raise a UserError if there is a teacher whose scores the class's own loss would not read."""
-        if distill is not None and cls.losses is not Model.losses:
-            raise UserError("config key 'train.distill': the model has its own loss, which reads no teacher; remove it")
+        """Raise a UserError if there is a teacher whose scores the class's own losses would not read."""
+        if distill is not None and cls.losses is not Model.losses and not cls.reads_teacher:
+            raise UserError(
+                f"config key 'train.distill': {cls.__qualname__} has its own losses, which read no teacher; train "
+                f"without a teacher, or, if the class is your own, let `losses` call `with_teacher`, and set "
+                f"`reads_teacher = True` (docs/own_model.md)"
+            )
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return a tensor or tuple of tensors whose first dimension is rows, or in training the ids of their lists.
@@ -124,11 +131,26 @@ class Model(InParts, nn.Module):
             name: _SUMS[label.loss](column, batch.labels[:, i], batch.label_weights(i))
             for i, ((name, label), column) in enumerate(zip(self.labels.items(), columns, strict=True))
         }
+        return self.with_teacher(losses, outputs, batch)
+
+    def with_teacher(
+        self, losses: dict[str, torch.Tensor], outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch
+    ) -> dict[str, torch.Tensor]:
+        """Return losses with the teacher's share, as `train.distill` says; without a teacher, as they are.
+
+        Args:
+            losses: what `losses` returns, for the labels alone. outputs: [rows] for one label, or [rows, labels]: the
+                logit of a binary label, or the value of any other.
+        """
         if self.distill is None:
             return losses
-        share = self.distill.weight
-        taught = [self._taught(i, column, batch, self.distill.temperature) for i, column in enumerate(columns)]
-        return {name: (1 - share) * losses[name] + share * loss for name, loss in zip(losses, taught, strict=True)}
+        share, of_labels = self.distill.weight, in_order_of_tasks(losses, list(self.labels))
+        columns = enumerate(by_label(outputs, self.labels, len(batch.weights)))
+        taught = [self._taught(i, column, batch, self.distill.temperature) for i, column in columns]
+        return {
+            name: (1 - share) * loss + share * of_teacher
+            for name, loss, of_teacher in zip(self.labels, of_labels, taught, strict=True)
+        }
 
     def _taught(self, i: int, column: torch.Tensor, batch: Batch, temperature: float) -> torch.Tensor:
         """Return the sum over rows of weight times the loss of label number `i` against its teacher."""

@@ -5,11 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from recsys.config import Config, IdMappingType, as_value, config_text, load_config
+from recsys.config import Config, DistillConfig, IdMappingType, as_value, config_text, load_config
 from recsys.config.choices import UNPOOLED, RowCode
 from recsys.config.compression_checks import takes_code
 from recsys.config.experts import deciding_tables
 from recsys.config.initial import InitConfig
+from recsys.config.model import find_model
 from recsys.errors import UserError
 from recsys.runtime.command import run_command
 from recsys.runtime.files import replace_file
@@ -36,6 +37,7 @@ def check_student(teacher: Path, changes: Sequence[str], steps: Sequence[str]) -
             student = load_config(teacher / "config.yaml", [*keys, *changes])
             if student.model.needs().labels:
                 scored_path(student)
+                find_model(student.model.name).check_teacher(student.train.distill or DistillConfig())
             _check_rows(trained, student)
         except UserError as error:
             raise UserError(f"--student{accepted}: {error}") from error

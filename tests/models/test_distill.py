@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import fork_train, run_recsys, train_losses
+import torch.nn.functional as F
+from launch import fork_train, losses_of, must_train, run_recsys, train_losses
 
 from recsys.config import DistillConfig, LabelConfig, load_config
 from recsys.config.choices import LabelLoss
@@ -47,9 +48,20 @@ class _Batch:
         return self.weights
 
 
-def test_losses_by_hand() -> None:
+class OwnLosses(Model):
+    reads_teacher = True
+
+    def losses(self, outputs: Any, batch: Any) -> dict[str, torch.Tensor]:
+        entropies = F.binary_cross_entropy_with_logits(outputs[:, 0], batch.labels[:, 0], reduction="none")
+        errors = (outputs[:, 1] - batch.labels[:, 1]).square()
+        sums = {"price": (batch.weights * errors).sum(), "click": (batch.weights * entropies).sum()}
+        return self.with_teacher(sums, outputs, batch)
+
+
+@pytest.mark.parametrize("model_class", [Model, OwnLosses])
+def test_losses_by_hand(model_class: type[Model]) -> None:
     labels = {"click": LabelConfig(), "price": LabelConfig(loss=LabelLoss.squared)}
-    model = Model(DenseInputs({}, [], labels, distill=DistillConfig(weight=0.25, temperature=2.0)))
+    model = model_class(DenseInputs({}, [], labels, distill=DistillConfig(weight=0.25, temperature=2.0)))
     outputs = torch.tensor([[1.0, 3.0], [-2.0, 1.0], [5.0, 5.0]])
     # click, price, the teacher's probability of click, its price; the last row is fill
     batch = _Batch([[1, 2, 0.9, 2.5], [0, 0, 0.2, 4.0], [0, 0, 0.5, 0.0]], [1.0, 0.5, 0.0])
@@ -66,6 +78,34 @@ def test_losses_by_hand() -> None:
     soft = 4 * (entropy(0.5, softened(0.9)) + 0.5 * entropy(-1, softened(0.2)))
     assert float(losses["click"]) == pytest.approx(0.75 * hard + 0.25 * soft, rel=1e-5)
     assert float(losses["price"]) == pytest.approx(0.75 * (1 + 0.5) + 0.25 * (0.25 + 0.5 * 9), rel=1e-5)
+
+
+OWN_LOSSES = """
+import torch.nn.functional as F
+from recsys.models.dlrm import DLRM
+
+class OwnLosses(DLRM):
+    reads_teacher = True
+
+    def losses(self, outputs, batch):
+        loss = F.binary_cross_entropy_with_logits(outputs, batch.labels[:, 0], batch.label_weights(0), reduction="sum")
+        return self.with_teacher({"any": loss}, outputs, batch)
+"""
+
+
+def test_a_class_with_its_own_losses_mixes_in_the_teacher(tmp_path: Path) -> None:
+    """Its rows are split over ranks as those of other models."""
+    rows = pq.read_table("data/sample/train").slice(0, 400)
+    pq.write_table(rows.append_column("score", [np.random.default_rng(0).random(400)]), tmp_path / "scored.parquet")
+    (tmp_path / "own_losses.py").write_text(OWN_LOSSES)
+    config, data = str(Path("configs/dlrm_sample.yaml").resolve()), f"data.train={tmp_path}/scored.parquet"
+    losses = []
+    for nproc in (1, 2):
+        changes = (*SETTINGS, data, "model.name=own_losses.OwnLosses", f"run.dir={tmp_path}/{nproc}")
+        must_train(config, *changes, "train.distill.weight=0.3", "train.max_steps=3", nproc=nproc, cwd=tmp_path)
+        losses.append(losses_of(tmp_path / str(nproc)))
+    assert len(losses[0]) == 3
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-5)
 
 
 def test_scores_that_are_certain_stay_finite() -> None:
@@ -196,12 +236,16 @@ def test_runs_that_begin_at_once_wait_for_the_scores_of_the_first(
     assert len(done) == 4 and {str(config.data.train) for config in configs} == {str(tmp_path)}
 
 
-def test_two_towers_have_no_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_that_do_not_mix_in_a_teacher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from recsys.models.two_tower import TwoTower, TwoTowerConfig
 
     config = TwoTowerConfig(user_features=["user"], item_features=["item"], item_id="item")
-    with pytest.raises(UserError, match="its own loss, which reads no teacher"):
+    with pytest.raises(
+        UserError, match=r"TwoTower has its own losses, which read no teacher; .* let `losses` call `with_teacher`"
+    ):
         TwoTower(config, DenseInputs({"user": 4, "item": 4}, [], distill=DistillConfig()))
     monkeypatch.setattr(taught, "run_command", lambda *_, **__: pytest.fail("scored in vain"))
-    with pytest.raises(UserError, match="its own loss, which reads no teacher"):
+    with pytest.raises(
+        UserError, match=r"TwoTower has its own losses, which read no teacher; .* let `losses` call `with_teacher`"
+    ):
         taught.with_scores(load_config("configs/two_tower_sample.yaml", ["train.distill.teacher=runs/t"]), ALONE)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from retrieval import write_retrieval
 from recsys.config import config_text, load_config
 from recsys.config.initial import InitConfig
 from recsys.errors import UserError
+from recsys.models.dlrm import DLRM
 from recsys.runtime.run_lock import RunLock
 from recsys.serving import distill
 from recsys.serving.compressed_run import begin_folder, finish_folder
@@ -152,6 +154,18 @@ def test_a_student_fits_whatever_the_steps_before_it_accept(
     else:
         with pytest.raises(UserError, match=said):
             check_student(tmp_path, changes, steps.split(","))
+
+
+def test_a_student_whose_losses_read_no_teacher_is_refused_first(tmp_path: Path) -> None:
+    """The steps before it may take hours."""
+    (tmp_path / "config.yaml").write_text(config_text(load_config(ROOT / "configs" / "dlrm_sample.yaml")))
+    with pytest.raises(UserError, match=r"^--student: config key 'train\.distill': OwnLosses has its own losses"):
+        check_student(tmp_path, [f"model.name={__name__}.OwnLosses"], ["quantize", "distill"])
+
+
+class OwnLosses(DLRM):
+    def losses(self, outputs: Any, batch: Any) -> dict[str, torch.Tensor]:
+        return {}
 
 
 def test_an_interrupted_compression_begins_anew_and_touches_nothing_else(tmp_path: Path) -> None:
