@@ -298,11 +298,15 @@ def _check_first_rows(inputs: Inputs, role: str) -> None:
         check_weights(dataset, spec.weight)
     for label in spec.labels if role == "train" else ():
         check_known(dataset, label)
-    for part, lists in zip(spec.lists, columns.lists, strict=True):
-        if part.name == "targets" and isinstance(lists, Ragged) and not (lists.values >= 0).any():
+    for part, targets in zip(spec.lists, columns.lists, strict=True):
+        if part.name != "targets":
+            continue
+        positions = targets.values if isinstance(targets, Ragged) else columns.scalars[targets]
+        if len(positions) and (positions < 0).all():
             raise UserError(
                 f"config key '{dataset.key}': column '{part.column}' shares no id of its first {columns.num_rows} rows "
-                f"with column '{item_column(config)}' of data.items"
+                f"with column '{item_column(config)}' of data.items, so that no target can be found; name the column "
+                f"that has such ids as data.targets_column, or add the items"
             )
 
 

@@ -214,3 +214,39 @@ def test_large_integers_beside_floats_are_no_ids(world: World, folder: Path) -> 
     )
     pq.write_table(pa.table(COLUMNS), folder / "train/a.parquet")
     assert rows_of(world, folder, "data.label_column=label", "data.valid=null") == 2 * ROWS
+
+
+# Targets of a retrieval model
+
+TOWERS = """
+data: {{train: {folder}/train, valid: {folder}/targets.parquet, items: {folder}/items.parquet, seen_column: null}}
+features: {{user: {{table: user}}, item: {{table: item}}}}
+tables: {{user: {{num_embeddings: 100, embedding_dim: 4}}, item: {{num_embeddings: 100, embedding_dim: 4}}}}
+model:
+  {{name: two_tower, user_features: [user], item_features: [item], item_id: item, user_mlp: [], item_mlp: [],
+   output_dim: 4}}
+train: {{global_batch_size: 20, max_steps: 2}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("targets", "refused"),
+    [
+        ([[100 + i] for i in range(2000)], True),
+        ([100 + i for i in range(2000)], True),  # one a row, and not in a list
+        ([0, *range(100, 2099)], False),
+        ([None] * 1000 + [100] * 1000, False),
+        ([[]] * 1500 + [[1]] * 500, False),  # users without a target come first
+    ],
+)
+def test_targets_that_are_no_items_are_refused(targets: list[Any], refused: bool, world: World, folder: Path) -> None:
+    pq.write_table(pa.table({**COLUMNS, "item": COLUMNS["user"]}), folder / "train/a.parquet")
+    pq.write_table(pa.table({"item": range(ROWS)}), folder / "items.parquet")
+    pq.write_table(pa.table({"user": range(2000), "targets": targets}), folder / "targets.parquet")
+    (folder / "c.yaml").write_text(TOWERS.format(folder=folder))
+    if refused:
+        said = refusal(world, folder)
+        assert said.startswith("config key 'data.valid': column 'targets' shares no id of its first 1000 rows with")
+        assert said.endswith("; name the column that has such ids as data.targets_column, or add the items")
+    else:
+        assert rows_of(world, folder) == ROWS
