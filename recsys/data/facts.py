@@ -36,8 +36,9 @@ from recsys.ids import (
     read_vocabulary,
     write_vocabulary,
 )
-from recsys.runtime.files import replace_file, replacing
+from recsys.runtime.files import replace_file
 from recsys.runtime.live import Task
+from recsys.runtime.parquet import write_table
 from recsys.runtime.world import World
 
 FLOATS_FILE = "floats.json"
@@ -78,8 +79,7 @@ class Facts:
         for table, ids in self.vocabularies.items():
             write_vocabulary(folder / vocabulary_file(table), ids, self.unseen_runs.get(table))
         for feature, counts in self.row_counts.items():
-            with replacing(folder / vocabulary_file(counts_of(feature))) as aside:
-                pq.write_table(pa.table({"count": counts}), aside, compression="zstd", write_page_checksum=True)
+            write_table(folder / vocabulary_file(counts_of(feature)), pa.table({"count": counts}))
         for table, kept in self.kept_rows.items():
             kept.write(folder / kept_rows_file(table))
         if FLOATS_FILE in self.files():

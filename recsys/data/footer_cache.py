@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 
 from recsys.data.dataset import Dataset
 from recsys.data.footers import FileKey, Footer
-from recsys.runtime.files import replacing
 from recsys.runtime.logs import logger
+from recsys.runtime.parquet import write_table
 
 _VERSION = 6
 _FACTS = {
@@ -97,8 +97,7 @@ def save_footers(path: Path, columns: Sequence[str], text: str | None, known: Ca
     table = pa.Table.from_pylist(rows, _SCHEMA.with_metadata({"footers": json.dumps(header)}))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as aside:
-            pq.write_table(table, aside, compression="zstd", write_page_checksum=True)
+        write_table(path, table)
     except OSError as error:
         logger.warning("'%s' cannot be written (%s); a resumed run reads the footers again", path, error)
 

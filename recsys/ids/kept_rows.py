@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 from recsys.errors import UserError
 from recsys.ids.hashing import IdKeys
 from recsys.ids.mappings import NULL_ROW, IdMapping
-from recsys.runtime.files import replacing
+from recsys.runtime.parquet import write_table
 
 _COLUMN, _WORD = "kept", 64
 
@@ -46,8 +46,7 @@ class KeptRows:
 
     def write(self, path: Path) -> None:
         """Write a Parquet file with column `kept`."""
-        with replacing(path) as aside:
-            pq.write_table(pa.table({_COLUMN: self.kept}), aside, compression="zstd", write_page_checksum=True)
+        write_table(path, pa.table({_COLUMN: self.kept}))
 
     @staticmethod
     def read(path: Path) -> "KeptRows":

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from recsys.errors import UserError, counted
 from recsys.ids.hashing import is_text, keys_in_order, keys_of_one_kind
 from recsys.ids.index import IndexMapping
-from recsys.runtime.files import replacing
+from recsys.runtime.parquet import write_table
 
 _MERGED_AT_ONCE = 1 << 17
 _COUNTED_AT_ONCE = (1 << 20) - 1  # a million distinct ids take 67 MB in Arrow's hash table, and one more 250
@@ -208,9 +208,7 @@ def write_vocabulary(path: Path, ids: pa.Array, unseen_runs: np.ndarray | None =
     unseen = np.zeros(len(ids), np.int32)
     if unseen_runs is not None:
         unseen[: len(unseen_runs)] = unseen_runs
-    table = pa.table({"id": ids, _UNSEEN: unseen})
-    with replacing(path) as aside:
-        pq.write_table(table, aside, compression="zstd", use_dictionary=False, write_page_checksum=True)
+    write_table(path, pa.table({"id": ids, _UNSEEN: unseen}), use_dictionary=False)
 
 
 def read_vocabulary(path: Path) -> pa.Array:

@@ -1,4 +1,4 @@
-"""Parquet files that commands write, from a stream of tables; they only replace files of the same command."""
+"""Writing of Parquet files: from one table, or from a stream of tables, as commands do for their output."""
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +40,12 @@ def prepare_parquet(path: Path, *columns: str) -> None:
         raise UserError(
             f"OUT: '{path}' exists and has no column '{missing[0]}', which such a file has; name another file"
         )
+
+
+def write_table(path: Path, table: pa.Table, **options: Any) -> None:
+    """Write a table to a file that appears complete, with page checksums; `options` are those of pyarrow."""
+    with replacing(path) as aside:
+        pq.write_table(table, aside, compression="zstd", write_page_checksum=True, **options)
 
 
 def write_parquet(path: Path, tables: Iterable[pa.Table]) -> None:
