@@ -8,7 +8,8 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -248,12 +249,18 @@ _WRITERS: dict[Tracker, Callable[[Config, Path, int], Writer]] = {
 
 
 class Writers(Writer):
-    """Writes everything to metrics.jsonl and to each tracker; one that fails is reported once and dropped."""
+    """Writes everything to metrics.jsonl and to each tracker; one that fails is reported once and dropped.
 
-    def __init__(self, first: Writer, trackers: Mapping[Tracker, Callable[[], Writer]]) -> None:
+    Args:
+        first: writer of metrics.jsonl, whose errors are raised. makers: by tracker, what opens its writer.
+    """
+
+    def __init__(self, first: Writer, makers: Mapping[Tracker, Callable[[], Writer]]) -> None:
         self._first = first
-        self._trackers: dict[Tracker, Any] = dict(trackers)
-        self._each(lambda make: make())
+        self._trackers: dict[Tracker, Writer] = {}
+        for tracker, make in makers.items():
+            with self._dropped_if_it_fails(tracker):
+                self._trackers[tracker] = make()
 
     def write(self, line: dict[str, Any]) -> None:
         self._first.write(line)
@@ -278,14 +285,19 @@ class Writers(Writer):
         self._first.close()
         self._each(lambda writer: writer.close())
 
-    def _each(self, use: Callable[[Any], Any]) -> None:
-        for tracker in list(self._trackers):
-            try:
-                self._trackers[tracker] = use(self._trackers[tracker]) or self._trackers[tracker]
-            except Exception as error:  # of a network or a disk, with a type that depends on the library
-                del self._trackers[tracker]
-                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                logger.warning("%s gets no more metrics of this run (%s)", _PACKAGES[tracker], reason)
+    def _each(self, use: Callable[[Writer], None]) -> None:
+        for tracker, writer in list(self._trackers.items()):
+            with self._dropped_if_it_fails(tracker):
+                use(writer)
+
+    @contextmanager
+    def _dropped_if_it_fails(self, tracker: Tracker) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of a network or a disk, with a type that depends on the library
+            self._trackers.pop(tracker, None)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            logger.warning("%s gets no more metrics of this run (%s)", _PACKAGES[tracker], reason)
 
 
 def import_trackers(config: Config) -> None:
