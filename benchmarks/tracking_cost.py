@@ -31,7 +31,7 @@ from launcher import write  # noqa: E402
 
 import recsys.training.run as training  # noqa: E402
 from recsys.config import load_config  # noqa: E402
-from recsys.report.writers import TensorBoard  # noqa: E402
+from recsys.report.trackers import TensorBoard  # noqa: E402
 from recsys.runtime.versions import installed_versions  # noqa: E402
 
 PARTS = ("import", "main thread", "own thread")

@@ -25,7 +25,7 @@ from recsys.memory.levers import Change
 from recsys.memory.page import describe_plan, few_lines
 from recsys.memory.report import DRY_RUN_JSON, DRY_RUN_PAGE, SCHEMA_VERSION, write_rank
 from recsys.report.page import PAGE, reported
-from recsys.report.writers import TENSORBOARD, import_trackers, open_writers
+from recsys.report.trackers import TENSORBOARD, import_trackers, open_writers
 from recsys.runtime.checkpoint_folders import MARKER as CHECKPOINT
 from recsys.runtime.environment import give_unused_back
 from recsys.runtime.files import cannot_write, copy_files, replace_file, unused_folder

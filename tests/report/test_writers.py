@@ -18,9 +18,10 @@ from retrieval import NUM_ITEMS, train, write_retrieval
 from recsys.config import load_config
 from recsys.config.choices import Tracker
 from recsys.errors import UserError
-from recsys.report import writers
+from recsys.report import trackers
 from recsys.report.record import figures
-from recsys.report.writers import JsonLines, Writer, Writers, import_trackers, open_writers
+from recsys.report.trackers import Writers, import_trackers, open_writers
+from recsys.report.writers import JsonLines, Writer
 from recsys.training.figures import NORM_LIMITS, log_row_norms
 
 CONFIG = "configs/dlrm_sample.yaml"
@@ -77,7 +78,7 @@ def test_a_run_that_goes_on_takes_back_the_steps_after_its_checkpoint(tmp_path: 
     pytest.importorskip("tensorboard")
     config = load_config(CONFIG)
     for start, losses in ((0, {10: 0.5, 20: 0.4}), (10, {20: 0.3, 30: 0.2})):
-        tracker = writers.TensorBoard(config, tmp_path, start)
+        tracker = trackers.TensorBoard(config, tmp_path, start)
         for step, loss in losses.items():
             tracker.log("train", {"step": step, "loss": loss})
         tracker.close()
@@ -91,12 +92,12 @@ def test_without_tensorboard_nothing_is_imported_and_one_line_tells(tmp_path: Pa
 import logging, sys
 from pathlib import Path
 from recsys.config import load_config
-from recsys.report import writers
+from recsys.report import trackers
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-writers.is_installed = lambda name: False
+trackers.is_installed = lambda name: False
 config = load_config("{CONFIG}")
-writers.import_trackers(config)
-opened = writers.open_writers(config, Path("{tmp_path}"), 0, "plan")
+trackers.import_trackers(config)
+opened = trackers.open_writers(config, Path("{tmp_path}"), 0, "plan")
 opened.log("train", {{"step": 1, "loss": 0.5}})
 opened.close()
 assert not any(name.partition(".")[0] in ("tensorboard", "wandb", "mlflow") for name in sys.modules)
@@ -108,7 +109,7 @@ assert not any(name.partition(".")[0] in ("tensorboard", "wandb", "mlflow") for 
 
 
 def test_a_missing_package_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writers, "is_installed", lambda name: False)
+    monkeypatch.setattr(trackers, "is_installed", lambda name: False)
     with pytest.raises(UserError, match=r"'run.track.to': the Python package 'mlflow' is not installed"):
         import_trackers(load_config(CONFIG, ["run.track.to=[mlflow]"]))
 
