@@ -10,22 +10,15 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from recsys.data.filters import written
+from recsys.datasets import column_names
 from recsys.datasets.leaks import auc_alone, sample
 from recsys.datasets.logs import LogFiles
 from recsys.datasets.proposed_models import ranker, sequences, towers, yaml_text
-from recsys.datasets.survey import ALIKE, NAMED_AS_TIME, Column
+from recsys.datasets.survey import ALIKE, LEVELS, Column
 from recsys.datasets.writer import columns_where, is_true
 from recsys.errors import UserError, nearest
 from recsys.ids import is_text
 
-_LABEL = re.compile(r"(?i)(^|_|is)(label|target|click|purchase|buy|bought|conver|like|order)")
-_ID = re.compile(
-    r"(?i)(^|_)id$|(?-i:Id$)|code|zip|user|member|customer|visitor|item|article|product|sku|movie|song|video|categor|brand"
-)
-_OF_FEW_ROWS = re.compile(
-    r"(?i)(^|_)(session|impression|request|visit|basket|order|invoice|transaction)s?(_?(id|uuid|key|no|number))?$"
-)
-_WEIGHT = re.compile(r"(?i)(^|_)weights?$")
 _MOST_LENGTH = 100  # of lists, by default
 _FEW_ROWS, _FEWER_ROWS = 1_000_000, 50_000
 _TELLS, _SAYS_MUCH = 0.98, 0.85  # AUC
@@ -68,7 +61,7 @@ def label_of(columns: Mapping[str, Column], text: str | None) -> Label:
     """
     if text is None:
         candidates = [name for name, column in columns.items() if _is_binary(column)]
-        named = [name for name in candidates if _LABEL.search(name)]
+        named = [name for name in candidates if column_names.LABEL.search(name)]
         if len(named or candidates) != 1:
             raise UserError(
                 f"which column is the label is not clear: {', '.join(candidates) or 'none'} hold 0 and 1; name it by "
@@ -133,6 +126,8 @@ def _use(column: Column) -> Use:
         (lengths,) = column.lengths[1:].nonzero()
         return Use("vector") if len(lengths) == 1 else Use("none", "numbers, as many as a row happens to have")
     if column.is_list:
+        if column.separator == LEVELS:
+            return Use("id", "levels of a tree; without the separator, each text is one id")
         in_text = column.separator is not None and not column.integers
         digits = in_text and column.least.isdigit() and column.greatest.isdigit()
         return Use("id", "texts of digits, unless integers: true makes integers of them" if digits else "")
@@ -140,28 +135,29 @@ def _use(column: Column) -> Use:
         return Use("none", "one value")
     if column.is_time:
         return Use("time", "a time, and new rows have later ones than those learned of")
-    if _is_binary(column) and _LABEL.search(column.name):
+    if _is_binary(column) and column_names.LABEL.search(column.name):
         return Use("none", "another label?")
     if not column.is_whole or pa.types.is_boolean(column.element) or pa.types.is_temporal(column.element):
         return Use("number")
     if pa.types.is_floating(column.element) and not column.num_nulls:  # pandas makes floats of integers with nulls
         return Use("number")
-    if _looks_counted(column):
+    if _looks_counted(column) or _is_measured(column):
         return Use("number")
     if column.num_distinct > 0.9 * (column.num_rows - column.num_nulls):
         return Use("none", "hardly a value is there twice")
-    if _OF_FEW_ROWS.search(column.name) and column.num_distinct > column.num_rows / 100:
+    if column_names.ID_OF_FEW_ROWS.search(column.name) and column.num_distinct > column.num_rows / 100:
         return Use("none", "an id of a few rows that belong together, and new rows have other ids")
-    if NAMED_AS_TIME.search(column.name):
+    if column_names.TIME.search(column.name):
         return Use("id", "leave it out if it grows with time")
-    if not is_text(column.element) and column.num_distinct > 1000 and not _ID.search(column.name):
+    if not is_text(column.element) and column.num_distinct > 1000 and not column_names.ID.search(column.name):
         return Use("id", "if these are numbers: {type: float, log1p: true}, and no table")
     return Use("id")
 
 
 def _weights(columns: Mapping[str, Column]) -> list[str]:
-    named = {name: column.least for name, column in columns.items() if _WEIGHT.search(name) and not column.is_list}
-    return [name for name, least in named.items() if isinstance(least, int | float) and least >= 0]
+    named = {name: column.least for name, column in columns.items() if column_names.WEIGHT.search(name)}
+    numbers = [name for name, least in named.items() if isinstance(least, int | float) and least >= 0]
+    return [name for name in numbers if not columns[name].is_list]
 
 
 def _looks_counted(column: Column) -> bool:
@@ -169,10 +165,16 @@ def _looks_counted(column: Column) -> bool:
 
     Ids numbered by frequency look like that too, but have fewer gaps.
     """
-    if _ID.search(column.name) or not isinstance(column.least, int | float) or column.least < 0:
+    if column_names.ID.search(column.name) or not isinstance(column.least, int | float) or column.least < 0:
         return False
     mean = column.total / (column.num_rows - column.num_nulls)
     return mean < column.greatest / 10 and column.num_distinct < column.greatest / 2
+
+
+def _is_measured(column: Column) -> bool:
+    """Return whether numbers are a quantity by their name; with few of them, a vector for each may serve better."""
+    is_number = not is_text(column.element) and not column.is_list
+    return is_number and column.num_distinct > _FEW_NUMBERS and column_names.is_measure(column.name)
 
 
 def _is_binary(column: Column) -> bool:

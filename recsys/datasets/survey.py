@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from recsys.data.arrays import cast
 from recsys.data.made import lists_in
 from recsys.data.parquet import unified
+from recsys.datasets import column_names
 from recsys.datasets.logs import LogFile, LogFiles
 from recsys.ids import IdKeys, IdStatistics, is_text, read_keys
 from recsys.runtime.live import Task
@@ -23,14 +24,15 @@ from recsys.runtime.live import Task
 _MOST_COUNTED = 1 << 16  # distinct values; if there are more, a sample is kept
 _MOST_TIMES = 1 << 18  # kept of a column; if there are more, every second one, then every fourth and so on
 _TEXTS_OF_A_ROW_GROUP = 1000
-NAMED_AS_TIME = re.compile(r"(?i)(^|_)ts$|day$|hour|month|year|time|date")
 # By what stands between them: texts that may be lists of ids. Commas are in prose and in numbers too.
 _IN_TEXTS = {
     "|": r"^[^|]+(\|[^|]+)+$",
     ";": r"""^[^;|()\[\]{}"]+(;[^;|()\[\]{}"]+)+$""",
     ",": r"""^[^\s,.()\[\]{}"]+(,[^\s,.()\[\]{}"]+)+$""",
+    " > ": r"""^[^<>|;"]+( > [^<>|;"]+)+$""",
     " ": r"^[\w-]+( +[\w-]+)+$",
 }
+LEVELS = " > "  # divides the levels of a tree, as in Home > Garden, which may be as many in each text
 _WITH_DIGITS = r"^\s*([\w-]*\d[\w-]*(\s+|$))*$"  # spaces divide ids if each has a digit, otherwise they may be words
 _WITH_COMMA = r"^-?\d+,\d+$|^-?\d{1,3}(,\d{3})+$"  # 1,50 and 1,234,567
 _MANY_IN_TEXTS = 0.1
@@ -161,7 +163,7 @@ class Column:
             return True
         if is_text(self.element):
             return all(isinstance(end, str) and _DATE.match(end) for end in (self.least, self.greatest))
-        if not (pa.types.is_integer(self.element) and NAMED_AS_TIME.search(self.name)) or self.least is None:
+        if not (pa.types.is_integer(self.element) and column_names.TIME.search(self.name)) or self.least is None:
             return False
         return any(_SINCE * unit <= self.least and self.greatest < _UNTIL * unit for unit in _UNITS)
 
@@ -178,7 +180,8 @@ class Column:
         Parts of an id such as `auth0|5f7c` are as many in each.
         """
         num_ids = int(self.lengths @ np.arange(len(self.lengths)))
-        return int(np.count_nonzero(self.lengths[1:])) > 1 and 2 * self.num_distinct < num_ids
+        may_be_ids = self.separator == LEVELS or int(np.count_nonzero(self.lengths[1:])) > 1
+        return may_be_ids and 2 * self.num_distinct < num_ids
 
     @cached_property
     def num_distinct(self) -> int:

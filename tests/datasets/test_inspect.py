@@ -213,6 +213,7 @@ def test_ids_of_a_few_rows_and_columns_that_say_much_of_the_label_are_told(tmp_p
         (["Action|Comedy", "Drama", "Action|Drama|Comedy", ""], "|"),
         (["Action; Comedy", "Drama", "Action; Drama; Comedy", None], ";"),
         (["12,57,3", "3,12", "57", ""], ","),
+        (["Home > Garden", "Home > Kitchen & Bath > Garden", "Home", ""], " > "),
         (["red,blue", "red", "blue,green,red", "green"], ","),
         (["12 55 13", "55", "12 13", ""], " "),
         (["N55189 N42782", "N42782", "N34694 N55189  N42782", None], " "),
@@ -238,6 +239,23 @@ def test_lists_in_texts(texts: list[str | None], separator: str | None, tmp_path
     assert (column.separator, column.is_list) == (separator, separator is not None)
     if separator is not None:
         assert column.num_distinct == 3 and len(column.lengths) == 4
+
+
+def test_quantities_by_their_names_are_numbers(tmp_path: Path) -> None:
+    """As `ms_played`, whose values hardly occur twice; their spread alone tells them from ids only if it is wide."""
+    draw = np.random.default_rng(0)
+    numbers = ["ms_played", "itemPrice", "watch_time", "num_words", "days_since_signup"]
+    ids = ["price_code", "account_number", "track"]
+    log = {name: draw.integers(1000, 3000, ROWS) for name in numbers + ids}
+    few = draw.integers(30, 60, ROWS)
+    tree = pa.array([("Home > Garden", "Home > Bath", "Toys > Cars")[n % 3] for n in range(ROWS)])
+    log |= {"ms_played": draw.integers(1000, 10**6, ROWS), "size": few, "label": draw.integers(0, 2, ROWS)}
+    pq.write_table(pa.table(log | {"category": tree}), tmp_path / "a.parquet")
+    features = inspect(tmp_path, str(tmp_path / "a.parquet"))["features"]
+    assert {name: features[name] for name in numbers} == {name: {"type": "float", "log1p": True} for name in numbers}
+    assert all("table" in features[name] for name in (*ids, "size"))
+    # A tree has as many levels in each row, but nobody puts " > " into an id.
+    assert features["category"] == {"table": "category", "separator": " > ", "max_length": 2}
 
 
 def test_numbers_in_texts_share_a_table_with_the_same_integers(tmp_path: Path) -> None:
