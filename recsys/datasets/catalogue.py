@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.datasets.logs import id_column, joined
-from recsys.errors import UserError
+from recsys.errors import UserError, counted
 
 
 def described(flag: str, table: pa.Table, ids: pa.Array, all_of_them: bool) -> pa.Table:
@@ -22,6 +22,11 @@ def described(flag: str, table: pa.Table, ids: pa.Array, all_of_them: bool) -> p
         UserError: an id is null or occurs twice, or no type holds the ids of both.
     """
     names = table.column_names
+    if num_nulls := table[names[0]].null_count:
+        raise UserError(
+            f"{flag}: column {names[0]!r} holds {counted(num_nulls, 'null')}, and every row needs an id; write it "
+            f"without them"
+        )
     both = [pa.table({names[0]: column}) for column in (ids, id_column(table, names[0]))]
     every = joined(both, ["the log", flag])[names[0]].combine_chunks().dictionary_encode()
     numbers = every.indices.to_numpy()[len(ids) :]

@@ -17,12 +17,15 @@ data/README.md describes the columns that are written and the rules for your own
 from __future__ import annotations
 
 import argparse
+import contextlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from recsys.datasets import delimited, histories, interactions, movielens, synthetic, writer
+from recsys.errors import in_words
 from recsys.runtime.arguments import Parser
 from recsys.runtime.live import Task
 from recsys.runtime.signals import ending_orderly
@@ -147,6 +150,13 @@ def _add_converter(
     def run(args: argparse.Namespace) -> bool | None:
         given = {option.name: getattr(args, option.name) for option in fields(options)}
         pairs = {name: dict(given[name]) for name, default in vars(options()).items() if default == {}}
-        return convert(*([args.inputs] if inputs else []), args.out, options(**(given | pairs)), args.overwrite)
+        with _added_to(given.get("where")):
+            return convert(*([args.inputs] if inputs else []), args.out, options(**(given | pairs)), args.overwrite)
 
     parser.set_defaults(run=run)
+
+
+def _added_to(where: str | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context whose errors that advise a --where say one that keeps the condition that the user gave."""
+    given = re.sub(r'([\\"$`])', r"\\\1", where or "")  # as it is written between double quotes in a shell
+    return in_words({'--where "': f'--where "({given}) and '} if where else {})

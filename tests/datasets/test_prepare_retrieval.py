@@ -12,6 +12,7 @@ import pytest
 
 from recsys.datasets.delimited import CsvOptions, convert_csv
 from recsys.datasets.interactions import LogOptions, convert_log
+from recsys.datasets.prepare import prepare
 from recsys.errors import UserError
 
 START = datetime.datetime(2026, 1, 1)
@@ -98,6 +99,14 @@ def test_a_random_tenth_is_held_out_of_each_users(tmp_path: Path) -> None:
         for row in train:
             if row["user_id"] == user:
                 assert row["history"] == [item for item in mine if item != row["item_id"]]
+
+
+def test_advice_on_rows_keeps_the_condition_of_where(tmp_path: Path) -> None:
+    """It would replace what the user has given."""
+    source, where = log(tmp_path / "log", [ROWS[0] | {"some": 1}, *ROWS[1:]], files=1), 'what != "a" or age == 1'
+    with pytest.raises(UserError) as error:
+        prepare(["retrieval", str(source), "--user", "some", "--item", "what", "--where", where, "--out", "out"])
+    assert str(error.value).endswith(r'--where "(what != \"a\" or age == 1) and some is not None"')
 
 
 @pytest.mark.parametrize(
@@ -352,7 +361,7 @@ def test_features_of_tables_with_a_row_for_each_id(tmp_path: Path) -> None:
     [
         (["a", "b", "a"], r"--items: column 'what' holds a in 2 rows"),
         ([1, 2, 3], "'what' is string in the log and int64 in --items"),
-        (["a", None, "b"], "'what' holds 1 null"),
+        (["a", None, "b"], "^--items: column 'what' holds 1 null, and every row needs an id; write it without them"),
     ],
 )
 def test_a_table_of_items_that_is_none(ids: list[Any], message: str, tmp_path: Path) -> None:
