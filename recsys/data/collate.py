@@ -45,12 +45,12 @@ def collate(
     rows = _Rows(chunks, num_rows)
     ids = _Jagged(spec.ids, "ids", rows, spec.dtype, spec.weighted)
     lists = _Jagged(spec.lists, "lists", rows, spec.dtype, weighted=False) if spec.lists else None
-    widths = [len(spec.single_floats), *[len(spec.labels)] * (1 + spec.has_unknown_labels), 1]
-    with_vectors = [widths[0] + spec.vector_dim, *widths[1:]]
-    num_bytes = sum(padded(4 * num_rows * width) for width in with_vectors)
+    widths = [spec.widths[0] + spec.vector_dim, *spec.widths[1:]]
+    num_bytes = sum(padded(4 * num_rows * width) for width in widths)
     block = pool.take(ids.num_bytes + (lists.num_bytes if lists else 0) + num_bytes)
-    numbers = [block.array((num_rows, width), np.float32) for width in with_vectors]
-    floats, labels, *known, weights = map(torch.from_numpy, _copy_numbers(rows, widths, numbers))
+    numbers = [block.array((num_rows, width), np.float32) for width in widths]
+    _copy_numbers(rows, spec.widths, numbers)
+    floats, labels, *known, weights = map(torch.from_numpy, numbers)
     num_bad = sum(int(p.columns.bad[p.start : p.stop].sum()) for p in chunks if p.columns.bad is not None)
     keyed, lengths = ids.build(block)
     bounds = micro_batches.bounds(lengths)
@@ -72,7 +72,7 @@ def collate(
     )
 
 
-def _copy_numbers(rows: "_Rows", widths: list[int], arrays: list[np.ndarray]) -> list[np.ndarray]:
+def _copy_numbers(rows: "_Rows", widths: list[int], arrays: list[np.ndarray]) -> None:
     """Fill arrays, [rows, width] each, from `Columns.floats` split by these widths; rows without a chunk get 0.
 
     The first array has more columns, for `Columns.vectors`.
@@ -81,7 +81,7 @@ def _copy_numbers(rows: "_Rows", widths: list[int], arrays: list[np.ndarray]) ->
         for array in arrays:
             array[:] = 0
     if not rows.chunks:
-        return arrays
+        return
     at = 0
     for array, width in zip(arrays, widths, strict=True):
         columns = slice(at, at + width)
@@ -91,7 +91,6 @@ def _copy_numbers(rows: "_Rows", widths: list[int], arrays: list[np.ndarray]) ->
     if widths[0] < arrays[0].shape[1]:
         parts = [chunk.columns.vectors[chunk.start : chunk.stop] for chunk in rows.chunks]
         rows.fill(arrays[0][:, widths[0] :], parts)
-    return arrays
 
 
 def _join(parts: Sequence[np.ndarray], out: np.ndarray) -> None:

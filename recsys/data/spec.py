@@ -208,9 +208,13 @@ class BatchSpec:
         return any(part.may_be_unknown for part in self.labels)
 
     @cached_property
-    def numbers(self) -> int:
-        """The first dimension of `Columns.floats`: single floats, labels, whether each label is known, the weight."""
-        return len(self.single_floats) + (1 + self.has_unknown_labels) * len(self.labels) + 1
+    def widths(self) -> list[int]:
+        """How many rows each part of `Columns.floats` has: single floats, labels, which labels are known, the weight.
+
+        The third part is missing if all labels are known.
+        """
+        known = [len(self.labels)] if self.has_unknown_labels else []
+        return [len(self.single_floats), len(self.labels), *known, 1]
 
     @cached_property
     def single_floats(self) -> list[FloatColumn]:

@@ -44,8 +44,8 @@ class Columns:
     Attributes:
         scalars: [features with one id per row, rows] int32 or int64, features in the order of the spec.
         ids, lists: for each feature its place in `scalars`, or its lists.
-        floats: [`BatchSpec.numbers`, rows] float32: float features; labels; if some may be unknown, 1 for each label
-            that is known and 0 for others; the weight.
+        floats: [sum of `BatchSpec.widths`, rows] float32: float features; labels; if some may be unknown, 1 for each
+            label that is known and 0 for others; the weight.
         vectors: [rows, `BatchSpec.vector_dim`] float32: float features with several numbers per row.
         bad: bool [rows], rows that could not be read, or None if all could.
     """
@@ -127,7 +127,7 @@ class _Conversion:
         self._pieces: list[list[Ids]] = [[] for _ in self._parts]
         self._places: dict[int, int] | None = None  # part that may have one id per row → its place in `_scalars`
         self._scalars = np.empty((0, self._rows), self._dtype)
-        self._floats = self._array((spec.numbers, self._rows), np.float32)
+        self._floats = self._array((sum(spec.widths), self._rows), np.float32)
         self._vectors = self._array((self._rows, spec.vector_dim), np.float32)
         self._bad: list[slice] = []
         self._pending: list[tuple[Segment, pa.Table]] = []
