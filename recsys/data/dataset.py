@@ -15,6 +15,26 @@ from recsys.data.storage import BadDataError, Storage, partition_keys
 from recsys.errors import UserError
 
 
+@dataclass(frozen=True)
+class RowGroup:
+    """A row group as its footer described it.
+
+    Attributes:
+        path: of the file. index: its number in the file.
+        num_rows: rows that match the filter. stored_rows: all rows. layout: number of the file's layout.
+        file_size: in bytes. file_digest: of the footer; it shows that a file has changed, and `sampled` in a filter
+            identifies files by it, wherever they lie.
+    """
+
+    path: str
+    index: int
+    num_rows: int
+    stored_rows: int
+    layout: int
+    file_size: int
+    file_digest: int
+
+
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """The files of one role (train, valid …), with what their footers say. It can be pickled.
@@ -61,6 +81,19 @@ class Dataset:
     @property
     def num_files(self) -> int:
         return len(self.row_groups.paths)
+
+    def row_group(self, number: int) -> RowGroup:
+        """Return what the footers say about a row group, given by its number in the dataset."""
+        groups, file = self.row_groups, self.row_groups.file[number]
+        return RowGroup(
+            path=groups.paths[file],
+            index=int(groups.index[number]),
+            num_rows=int(groups.num_rows[number]),
+            stored_rows=int(self.stored_rows[number]),
+            layout=int(self.file_layouts[file]),
+            file_size=int(self.file_sizes[file]),
+            file_digest=int(self.file_digests[file]),
+        )
 
     @property
     def fingerprint(self) -> str:

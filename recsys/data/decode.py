@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 
 from recsys.data.arrays import cast, num_stored
 from recsys.data.conditions import Origin
-from recsys.data.dataset import Dataset
+from recsys.data.dataset import Dataset, RowGroup
 from recsys.data.fields import InFile, Place
 from recsys.data.filters import parse_filter
 from recsys.data.footers import opened, plain_type
@@ -23,28 +24,11 @@ from recsys.data.made import with_made
 from recsys.data.order import Segment
 from recsys.data.storage import BadDataError, partition_column, partition_keys, reason
 
+T = TypeVar("T")
+
 CACHED_ROW_GROUPS = 2  # kept by a reader, of those that are read in parts
 _HEAD_BUFFER_BYTES = 1 << 16  # read at once by `head`
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError)
-
-
-@dataclass(frozen=True)
-class _Group:
-    """A row group as its footer described it.
-
-    Attributes:
-        num_rows: rows that match the filter. stored_rows: all rows. layout: number of the file's layout.
-        file_size: in bytes. file_digest: of the footer; it shows that a file has changed, and `sampled` in a filter
-            identifies files by it, wherever they lie.
-    """
-
-    path: str
-    index: int
-    num_rows: int
-    stored_rows: int
-    layout: int
-    file_size: int
-    file_digest: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +92,7 @@ class SegmentReader:
 
     def row_group(self, number: int) -> pa.Table:
         """Return the matching rows of a row group, given by its number in the dataset. Errors are those of `read`."""
-        group = self._group(number)
+        group = self._dataset.row_group(number)
         table = self._matching(group)
         if table.num_rows < group.num_rows:
             raise _changed(group, f"{table.num_rows} rows match the filter, and {group.num_rows} did")
@@ -116,11 +100,11 @@ class SegmentReader:
 
     def count(self, number: int) -> int:
         """Return how many rows of a row group match the filter. Errors are those of `read`."""
-        return pc.sum(self._matches(self._group(number))).as_py() or 0
+        return pc.sum(self._matches(self._dataset.row_group(number))).as_py() or 0
 
     def head(self, number: int, num_rows: int) -> pa.Table:
         """Return up to `num_rows` rows from the start of a row group, decoding no more. Errors are those of `read`."""
-        group, first = self._group(number), num_rows
+        group, first = self._dataset.row_group(number), num_rows
         if self._is_filtered(group):
             matches = SegmentReader(self._dataset, [])._matches(group).to_numpy()
             first = int(np.flatnonzero(matches)[:num_rows].max(initial=0)) + 1
@@ -128,7 +112,7 @@ class SegmentReader:
 
     def in_file(self, number: int) -> dict[str, InFile]:
         """Return by column what it is in the file of a row group. Errors are those of `read`."""
-        group = self._group(number)
+        group = self._dataset.row_group(number)
 
         def read(plan: _Plan) -> dict[str, InFile]:
             with self._open(group, plan) as (file, index, _):
@@ -152,19 +136,19 @@ class SegmentReader:
                 future.set_exception(error)
         return future.result()
 
-    def _is_filtered(self, group: _Group) -> bool:
+    def _is_filtered(self, group: RowGroup) -> bool:
         may_skip = bool(self._dataset.skipped)  # then unreadable rows were counted as matching
         return self._condition is not None and (group.num_rows < group.stored_rows or may_skip)
 
-    def _matches(self, group: _Group) -> pa.ChunkedArray:
+    def _matches(self, group: RowGroup) -> pa.ChunkedArray:
         return self._mask(self._read(group, is_filtered=True), group)
 
-    def _mask(self, table: pa.Table, group: _Group) -> pa.ChunkedArray:
+    def _mask(self, table: pa.Table, group: RowGroup) -> pa.ChunkedArray:
         assert self._condition is not None
         num_rows = table.num_rows if table.num_columns else group.stored_rows
         return self._condition.mask(table, Origin(f"{group.file_digest}/{group.index}", num_rows))
 
-    def _matching(self, group: _Group, first: int = 0) -> pa.Table:
+    def _matching(self, group: RowGroup, first: int = 0) -> pa.Table:
         is_filtered = self._is_filtered(group)
         table = self._read(group, is_filtered, first)
         chosen = table.select(self._columns)
@@ -172,13 +156,7 @@ class SegmentReader:
             chosen = chosen.filter(self._mask(table, group))
         return with_made(chosen, self._made, group.path, group.index).select(self._returned) if self._made else chosen
 
-    def _group(self, number: int) -> _Group:
-        dataset, groups = self._dataset, self._dataset.row_groups
-        file, counts = groups.file[number], (int(groups.num_rows[number]), int(dataset.stored_rows[number]))
-        of_file = (int(facts[file]) for facts in (dataset.file_layouts, dataset.file_sizes, dataset.file_digests))
-        return _Group(groups.paths[file], int(groups.index[number]), *counts, *of_file)
-
-    def _plan(self, group: _Group, is_filtered: bool) -> _Plan:
+    def _plan(self, group: RowGroup, is_filtered: bool) -> _Plan:
         key = (group.layout, is_filtered)
         if key not in self._plans:
             layout = self._dataset.layouts[group.layout]
@@ -192,7 +170,7 @@ class SegmentReader:
             )
         return self._plans[key]
 
-    def _planned(self, group: _Group, is_filtered: bool, read: Callable[[_Plan], pa.Table]) -> pa.Table:
+    def _planned(self, group: RowGroup, is_filtered: bool, read: Callable[[_Plan], T]) -> T:
         """Call `read`, with retries if files are remote. Raises BadDataError for what it cannot read."""
         plan, read = self._plan(group, is_filtered), self._dataset.storage.retried(read)
         try:
@@ -203,21 +181,23 @@ class SegmentReader:
                     raise
             # Arrow cannot read strings as dictionaries from some encodings, such as DELTA_BYTE_ARRAY.
             plan = replace(plan, dictionaries=[])
-            table = read(plan)
+            result = read(plan)
             self._plans[(group.layout, is_filtered)] = plan
-            return table
+            return result
         except MemoryError:  # Arrow's MemoryError is an ArrowException too, but not a fault of the file
             raise
         except _UNREADABLE as error:
             raise self._blame(group, plan, error) from error
 
-    def _read(self, group: _Group, is_filtered: bool, first: int = 0) -> pa.Table:
+    def _read(self, group: RowGroup, is_filtered: bool, first: int = 0) -> pa.Table:
         plan, table = self._plan(group, is_filtered), pa.table({})
         if plan.stored:
             table = self._planned(group, is_filtered, lambda plan: self._stored(group, plan, [*plan.stored], first))
         return self._completed(table, group, plan)
 
-    def _stored(self, group: _Group, plan: _Plan, columns: list[str], first: int = 0, blames: bool = False) -> pa.Table:
+    def _stored(
+        self, group: RowGroup, plan: _Plan, columns: list[str], first: int = 0, blames: bool = False
+    ) -> pa.Table:
         decoded: dict[str, pa.ChunkedArray] = {}
         with self._open(group, plan, _HEAD_BUFFER_BYTES if first else 0) as (file, index, digest):
             # Local columns one by one: Arrow's reader of several keeps the buffers of each until all are decoded, which
@@ -238,7 +218,7 @@ class SegmentReader:
         return table.replace_schema_metadata()
 
     @contextmanager
-    def _open(self, group: _Group, plan: _Plan, buffer_size: int = 0) -> Iterator[tuple[pq.ParquetFile, int, int]]:
+    def _open(self, group: RowGroup, plan: _Plan, buffer_size: int = 0) -> Iterator[tuple[pq.ParquetFile, int, int]]:
         """Open a row group's file; yield it, the row group's number in the opened footer, and the footer's digest."""
         storage = self._dataset.storage
         with storage.open(group.path) as source:
@@ -289,7 +269,7 @@ class SegmentReader:
             if known is not None and known.has_null_count and known.null_count != column.null_count:
                 raise OSError(f"it holds {column.null_count} nulls, and the footer says {known.null_count}")
 
-    def _blame(self, group: _Group, plan: _Plan, error: Exception) -> BadDataError:
+    def _blame(self, group: RowGroup, plan: _Plan, error: Exception) -> BadDataError:
         """Return the error for a row group that cannot be read; it names a column if only that cannot be read."""
         if isinstance(error, FileNotFoundError):
             return _changed(group, "it does not exist any more")
@@ -308,7 +288,7 @@ class SegmentReader:
         message = f"{what} cannot be read ({reason(why)}); write or copy the file again"
         return BadDataError(message, group.path, group.index)
 
-    def _completed(self, table: pa.Table, group: _Group, plan: _Plan) -> pa.Table:
+    def _completed(self, table: pa.Table, group: RowGroup, plan: _Plan) -> pa.Table:
         """Cast columns to the types of the dataset, and add those with one value: from the path, or null if missing."""
         num_rows = table.num_rows if plan.stored else group.stored_rows
         columns = dict(zip(table.column_names, table.columns, strict=True))
@@ -341,7 +321,7 @@ def _rows(file: pq.ParquetFile, index: int, paths: list[str], first: int) -> pa.
     return pa.Table.from_batches(parts)
 
 
-def _changed(group: _Group, how: str) -> BadDataError:
+def _changed(group: RowGroup, how: str) -> BadDataError:
     return BadDataError(
         f"row group {group.index} of '{group.path}' is not what it was when the run began ({how}); start the run "
         f"again, and write new data under new names",

@@ -176,17 +176,16 @@ class _Conversion:
             if self._spec.has_unknown_labels and i >= num_floats:
                 is_known = True if column is None else column.is_valid().to_numpy(zero_copy_only=False)
                 self._floats[i + len(self._spec.labels), rows] = is_known
-        self._floats[-1, rows] = 1
+        weights = self._floats[-1, rows]
+        weights[:] = 1
         if self._spec.weight is not None:
-            weight, weights = self._spec.weight, self._floats[-1, rows]
-            _fill_floats(weight, table, weights)
+            _fill_floats(self._spec.weight, table, weights)
             if (least := weights.min(initial=0)) < 0:
-                raise UserError(
-                    f"column '{weight.column}' ({weight.name}) holds {least}, but a weight must be 0 or more"
-                )
+                raise UserError(f"{self._spec.weight.title} holds {least}, but a weight must be 0 or more")
         if self._spec.negative_weight != 1:
             binary = [num_floats + i for i, part in enumerate(self._spec.labels) if part.binary]
-            self._floats[-1, rows][~(self._floats[binary, rows] > 0).any(axis=0)] *= self._spec.negative_weight
+            is_positive = (self._floats[binary, rows] > 0).any(axis=0)
+            weights[~is_positive] *= self._spec.negative_weight
 
     def columns(self) -> Columns:
         """Return all rows added, shuffled into the order of the window."""
