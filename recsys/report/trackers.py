@@ -28,6 +28,7 @@ from recsys.runtime.versions import is_installed
 
 TENSORBOARD = "tensorboard"  # folder in the run directory
 _PACKAGES = {Tracker.tensorboard: "tensorboard", Tracker.wandb: "wandb", Tracker.mlflow: "mlflow"}
+_MLFLOW_STATUSES = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 def _scalars(line: dict[str, Any]) -> dict[str, float]:
@@ -114,7 +115,7 @@ class WeightsAndBiases(Writer):
         self._log({name: self._wandb.Histogram(np_histogram=(counts, limits))}, step)
 
     def close(self) -> None:
-        self._run.finish()
+        self._run.finish(exit_code=0 if self.status == "done" else 1)
 
 
 class Mlflow(Writer):
@@ -141,7 +142,7 @@ class Mlflow(Writer):
             self._mlflow.log_params(_named_for_mlflow(dict(flat("", read_config(text)))))
 
     def close(self) -> None:
-        self._mlflow.end_run()
+        self._mlflow.end_run(_MLFLOW_STATUSES[self.status])
 
 
 def _earlier_run(file: Path, step: int) -> str | None:
@@ -196,6 +197,8 @@ class Writers(Writer):
 
     def close(self) -> None:
         self._first.close()
+        for writer in self._trackers.values():
+            writer.status = self.status
         self._each(lambda writer: writer.close())
 
     def _each(self, use: Callable[[Writer], None]) -> None:

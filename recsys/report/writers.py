@@ -14,7 +14,13 @@ from recsys.runtime.logs import to_json
 
 
 class Writer:
-    """Destination of figures. This class drops them; subclasses write what they can show."""
+    """Destination of figures. This class drops them; subclasses write what they can show.
+
+    Attributes:
+        status: how the run has ended, for trackers: failed, unless `done` or `stopped` is set before `close`.
+    """
+
+    status = "failed"
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
         """Write a line.

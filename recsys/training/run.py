@@ -180,6 +180,7 @@ def _train(
         reports = world.gather({section: report[section] for section in ("identity", "peak", "host")})
         result = run_result(inputs, trainer, stopped, reports, time.monotonic() - session.start)
         log_end(trainer.writer, inputs, built, result, report)
+        trainer.writer.status = result["status"]
     return result, reports
 
 

@@ -35,10 +35,24 @@ def read_back(folder: Path) -> Any:
     return events.Reload()
 
 
+def print_the_status_at_the_end() -> None:
+    """Let a run print the status that its trackers get."""
+
+    def close(writer: trackers.TensorBoard) -> None:
+        print(f"closed as {writer.status}")
+        close_writer(writer)
+
+    close_writer = trackers.TensorBoard.close
+    trackers.TensorBoard.close = close  # type: ignore[method-assign]
+
+
 def test_tensorboard_has_the_curves_of_metrics_jsonl(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     options = ("train.epochs=1", "train.log_every_steps=2", "train.eval_every_steps=8", "run.track.row_norms=true")
-    run_recsys("train", CONFIG, f"run.dir={tmp_path}/run", *options, nproc=2)
+    printed = run_recsys(
+        "train", CONFIG, f"run.dir={tmp_path}/run", *options, nproc=2, before=print_the_status_at_the_end
+    )
+    assert "closed as done\n" in printed
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     expected: dict[str, list[tuple[int, np.float32]]] = {}
     for line in records_of(tmp_path / "run", kind=None):
@@ -118,7 +132,7 @@ class Wandb(SimpleNamespace):
     """What is called of the package."""
 
     def init(self, **given: Any) -> "Wandb":
-        self.given, self.summary, self.logged, self.finished, self.starting_step = given, {}, [], False, 0
+        self.given, self.summary, self.logged, self.ended, self.starting_step = given, {}, [], -1, 0
         self.settings: dict[str, Any] = {}
         self.id = given["id"] or "w1"
         self.config = SimpleNamespace(update=lambda values, allow_val_change: self.settings.update(values))
@@ -128,8 +142,8 @@ class Wandb(SimpleNamespace):
         if all(step >= earlier for earlier, _ in self.logged):  # else W&B leaves it out
             self.logged.append((step, values))
 
-    def finish(self) -> None:
-        self.finished = True
+    def finish(self, exit_code: int) -> None:
+        self.ended = exit_code
 
 
 class FakeMlflow(SimpleNamespace):
@@ -149,8 +163,8 @@ class FakeMlflow(SimpleNamespace):
     def log_text(self, text: str, name: str) -> None:
         self.texts[name] = text
 
-    def end_run(self) -> None:
-        self.experiment += " ended"
+    def end_run(self, status: str) -> None:
+        self.experiment += f" {status}"
 
 
 def test_wandb_and_mlflow_get_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +176,7 @@ def test_wandb_and_mlflow_get_the_same_figures(tmp_path: Path, monkeypatch: pyte
     opened.write(LINE)
     opened.log("valid", {"step": 10, "recall@20": 0.5})
     opened.log("test", {"step": 5, "recall@20": 0.25})  # of the best step
+    opened.status = "done"
     opened.close()
     assert wandb.logged == [
         (10, {"train/loss": 0.5, "train/losses/a": 0.25, "train/rows": 7}),
@@ -170,9 +185,10 @@ def test_wandb_and_mlflow_get_the_same_figures(tmp_path: Path, monkeypatch: pyte
     ]
     assert [step for step, _ in mlflow.logged] == [10, 10, 5] and mlflow.logged[1][1] == {"valid/recall_20": 0.5}
     assert wandb.summary["plan"] == mlflow.texts["plan.txt"] == "the plan" and "epochs: 5" in wandb.summary["config"]
-    assert wandb.given["project"] == "p" and wandb.finished and mlflow.experiment == "p ended"
+    assert wandb.given["project"] == "p" and wandb.ended == 0 and mlflow.experiment == "p FINISHED"
     assert wandb.settings["train"]["epochs"] == mlflow.params["train.epochs"] == 5
-    open_writers(config, tmp_path, 10, "").close()
+    open_writers(config, tmp_path, 10, "").close()  # after an error
+    assert wandb.ended == 1 and mlflow.experiment == "p FAILED"
     assert wandb.given["id"] == "w1" and wandb.given["resume"] == "allow"
     assert mlflow.asked == "r1" and not mlflow.params  # the same run goes on, whose parameters cannot be changed
     assert wandb.settings["train"]["epochs"] == 5
