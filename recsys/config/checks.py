@@ -19,7 +19,7 @@ from recsys.config.experts import check_experts, expert_tables
 from recsys.config.features import id_features
 from recsys.config.initial import check_init
 from recsys.config.model_checks import check_model, gives_several_rows
-from recsys.config.names import check_names, one_of
+from recsys.config.names import check_metric_name, check_names, one_of
 from recsys.config.optimizer_checks import check_optimizers, check_replicated
 from recsys.config.schema import Config, FeatureConfig, TableConfig
 from recsys.config.topology import check_topology, num_bytes
@@ -321,7 +321,7 @@ def _check_training(config: Config) -> None:
     if config.run.resume and config.run.overwrite:
         raise UserError("run.resume=true and run.overwrite=true exclude each other; keep one of them")
     if metric is not None:
-        one_of("train.early_stop.metric", metric, config.model.metric_names(config), "metric")
+        check_metric_name("config key 'train.early_stop.metric'", metric, config.model.metric_names(config))
         if not config.data.valid:
             raise UserError("config key 'train.early_stop.metric' needs data.valid, which is not set")
         if train.eval_every_steps is None and train.eval_every_epochs is None:

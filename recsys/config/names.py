@@ -64,6 +64,18 @@ def one_of(key: str, name: str, allowed: Iterable[str], what: str) -> None:
         )
 
 
+def check_metric_name(prefix: str, metric: str, known: Iterable[str]) -> None:
+    """Raise a UserError, which begins with `prefix`, unless training computes a metric."""
+    known = list(known)
+    if metric.rpartition(".")[2] == "gauc" and metric not in known:
+        raise UserError(
+            f"{prefix}: gauc is computed after training, by `recsys evaluate RUN --group COLUMN`; here, name one of "
+            f"{', '.join(known)}"
+        )
+    if metric not in known:
+        raise UserError(f"{prefix}: there is no metric '{metric}'{nearest(metric, known)} (known: {', '.join(known)})")
+
+
 def run_name_of(path: Path) -> str:
     """Return the default name of a run, from the path of its config file."""
     return re.sub(r"[^\w.-]|^[.-]", "_", path.stem)[:30]

@@ -21,6 +21,7 @@ import numpy as np
 from recsys.config.choices import RowCode
 from recsys.config.compression_checks import takes_code
 from recsys.config.experts import deciding_tables
+from recsys.config.names import check_metric_name
 from recsys.errors import UserError, nearest
 from recsys.runtime.logs import logger, quiet_libraries, start_logging
 from recsys.runtime.run_lock import output_lock
@@ -62,14 +63,10 @@ class Request:
         """Raise a UserError for options that do not fit a run."""
         config = run.config
         steps = [("--steps", step, STEPS) for step in self.steps]
-        metrics = tuple(config.model.metric_names(config))
-        for option, word, allowed in (
-            *steps,
-            ("--prune-by", self.prune_by, IMPORTANCES),
-            ("--metric", self.metric, metrics),
-        ):
+        for option, word, allowed in (*steps, ("--prune-by", self.prune_by, IMPORTANCES)):
             if word not in allowed:
                 raise UserError(f"{option}: there is no '{word}'{nearest(word, allowed)} (known: {', '.join(allowed)})")
+        check_metric_name("--metric", self.metric, config.model.metric_names(config))
         if "distill" in self.steps and world_size > 1:
             raise UserError("--steps: distill trains in a separate process; start recsys compress on one rank")
         if "distill" in self.steps:

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recsys.config import Config, load_config
+from recsys.config.names import check_metric_name
 from recsys.errors import UserError
 from recsys.runtime.versions import is_installed
 
@@ -51,8 +52,7 @@ def open_space(
     configs = space.loaded(lambda words: load_config(config, [*overrides, *words, *OF_TRIALS]))
     chosen = metric or configs[0].train.early_stop.metric or configs[0].model.metric_names(configs[0])[0]
     for loaded in configs:
-        if chosen not in (names := loaded.model.metric_names(loaded)):
-            raise UserError(f"--metric: '{chosen}' is not one of the model's metrics: {', '.join(names)}")
+        check_metric_name("--metric", chosen, loaded.model.metric_names(loaded))
         if loaded.data.valid is None:
             raise UserError("config key 'data.valid' is not set, but trials are compared on it")
     return space, chosen

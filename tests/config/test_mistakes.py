@@ -98,6 +98,10 @@ KEYS = {
     "evaluations": ("train={eval_every_steps: 9, eval_every_epochs: 1}", ["exclude each other", "to null"]),
     "metric without evaluations": ("train.early_stop.metric=auc", ["needs train.eval_every_epochs"]),
     "metric": ("train.early_stop.metric=acu", ["there is no metric 'acu'", "did you mean 'auc'?"]),
+    "metric of groups": (
+        "train.early_stop.metric=gauc",
+        ["`recsys evaluate RUN --group COLUMN`; here, name one of auc"],
+    ),
     "no label column": ("data.label_column=null", ["'data.label_column' is not set"]),
 }
 

@@ -109,7 +109,7 @@ def sweep(out: Path, *words: str, status: int = 0) -> str:
 def test_mistakes(tmp_path: Path) -> None:
     for words, said in (
         (("--space", "tables.itm.embedding_dim=[8]"), "itm"),
-        (("--space", RATE, "--metric", "recall@3"), "--metric: 'recall@3' is not one of the model's metrics: auc"),
+        (("--space", RATE, "--metric", "recall@3"), "--metric: there is no metric 'recall@3' (known: auc"),
         (("data.valid=null", "--space", RATE), "data.valid"),
         (("seed=3", "--space", RATE), "config key 'seed' is set by the sweep itself (--seeds says"),
     ):
