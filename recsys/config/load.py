@@ -1,7 +1,6 @@
 """Loading of a config: YAML plus `key=value` into a checked `Config`; a mistake is a sentence with the full key."""
 
 import dataclasses
-import inspect
 import os
 import re
 import types
@@ -26,6 +25,7 @@ from omegaconf.errors import (
 
 from recsys.config.checks import check_config
 from recsys.config.experts import add_expert_features
+from recsys.config.keys import fields_of, required_type, unknown_key
 from recsys.config.model import find_model
 from recsys.config.names import MOST_YAML_NODES, run_name_of
 from recsys.config.nodes import nodes_of
@@ -195,30 +195,10 @@ def _model_name(layers: Sequence[dict[str, Any]]) -> str:
     return next((str(name) for name in reversed(names) if name), "")
 
 
-@cache
-def _fields(expected: Any, model: type | None) -> dict[str, Any]:
-    """Return name → type of the keys under a dataclass, its own before those of its base classes.
-
-    The type of `model` is the one that its name selects.
-    """
-    expected = _required(expected)
-    hints = typing.get_type_hints(expected) if dataclasses.is_dataclass(expected) else {}
-    own = inspect.get_annotations(expected) if hints else {}
-    keys = sorted(dataclasses.fields(expected), key=lambda field: field.name not in own) if hints else []
-    fields = {field.name: hints[field.name] for field in keys if not field.metadata.get("omegaconf_ignore")}
-    return fields | {"model": model or dict} if expected is Config else fields
-
-
-def _required(expected: Any) -> Any:
-    """Return the type of a value that may also be null."""
-    choices = [choice for choice in typing.get_args(expected) if choice is not type(None)]
-    return choices[0] if isinstance(expected, types.UnionType) and len(choices) == 1 else expected
-
-
 def _check_keys(section: Any, key: str, expected: Any, model: type | None) -> None:
     """Refuse unknown keys, and plain values instead of sections, which OmegaConf reports less clearly."""
-    fields, is_mapping = _fields(expected, model), expected is dict or typing.get_origin(expected) is dict
-    required, is_count = _required(expected), isinstance(section, int | float) and section not in (0, 1)
+    fields, is_mapping = fields_of(expected, model), expected is dict or typing.get_origin(expected) is dict
+    required, is_count = required_type(expected), isinstance(section, int | float) and section not in (0, 1)
     if section is None and expected != required:
         return
     if (typing.get_origin(required) is list and not _is_list(section)) or (required is bool and is_count):
@@ -230,8 +210,7 @@ def _check_keys(section: Any, key: str, expected: Any, model: type | None) -> No
     for name, value in section.items():
         full = f"{key}.{name}" if key else str(name)
         if fields and name not in fields:
-            kind = f" of {getattr(model, 'name', model.__name__)}" if model and expected is model else ""
-            raise UserError(_unknown_key(key, str(name), [*fields, *["base"] * (expected is Config)], kind))
+            raise UserError(unknown_key(key, str(name), [*fields, *["base"] * (expected is Config)], model))
         _check_keys(value, full, fields[name] if fields else (typing.get_args(expected) or [None])[-1], model)
 
 
@@ -240,25 +219,6 @@ def _is_list(value: Any) -> bool:
     if isinstance(value, list):
         return not any(isinstance(item, list | dict) for item in value)
     return isinstance(value, str) and "${" in value
-
-
-def _all_keys(expected: Any = Config, prefix: str = "") -> list[str]:
-    fields = _fields(expected, None)
-    return [key for name in fields for key in (prefix + name, *_all_keys(fields[name], f"{prefix}{name}."))]
-
-
-def _unknown_key(parent: str, name: str, allowed: list[str], kind: str) -> str:
-    prefix = f"{parent}." if parent else ""
-    elsewhere = [key for key in _all_keys() if key.rpartition(".")[2] == name]
-    longer = [key for key in allowed if key.endswith(f"_{name}")]  # batch_size of global_batch_size
-    hint = f"; did you mean '{prefix}{longer[0]}'?" if longer else nearest(name, allowed, prefix)
-    hint = f"; did you mean '{elsewhere[0]}'?" if elsewhere and not hint else hint
-    word, *rest = re.split("([.:])", name, maxsplit=1)
-    if rest and word in allowed:
-        sections = f"; keys with dots are of the command line, and in a file it is '{word}: {{{rest[1]}: …}}'"
-        hint = sections if rest[0] == "." else f"; YAML wants a blank behind the colon: '{word}: {rest[1]}'"
-    where = f"under {parent}{kind}" if parent else "at the top level"
-    return f"config key '{prefix}{name}' is not known{hint} (allowed {where}: {', '.join(allowed)})"
 
 
 def _missing_value(error: MissingMandatoryValue) -> str:
@@ -311,8 +271,8 @@ def _type_of(key: str, model: type) -> Any:
     """Return the type of a key; None if it is under a name with a dot, which no table or feature may have."""
     expected: Any = Config
     for name in key.replace("[", ".[").split("."):
-        fields = _fields(expected, model)
-        expected = fields.get(name) if fields else next(reversed(typing.get_args(_required(expected))), None)
+        fields = fields_of(expected, model)
+        expected = fields.get(name) if fields else next(reversed(typing.get_args(required_type(expected))), None)
         if expected is None:
             return None
     return expected
