@@ -264,10 +264,10 @@ def _decimals(ids: pa.Array) -> IdKeys:
         pass  # some are not whole, or do not fit int64
     encoded = ids.dictionary_encode()
     values = encoded.dictionary.to_pylist()
-    is_number = np.array([-(2**63) <= value < 2**63 and value == int(value) for value in values])
-    numbers = [int(value) for value, whole in zip(values, is_number, strict=True) if whole]
-    texts = [_digits(value) for value, whole in zip(values, is_number, strict=True) if not whole]
-    order = np.where(is_number, np.cumsum(is_number) - 1, len(numbers) + np.cumsum(~is_number) - 1)
+    in_int64 = np.array([-(2**63) <= value < 2**63 and value == int(value) for value in values])
+    numbers = [int(value) for value, fits in zip(values, in_int64, strict=True) if fits]
+    texts = [_digits(value) for value, fits in zip(values, in_int64, strict=True) if not fits]
+    order = np.where(in_int64, np.cumsum(in_int64) - 1, len(numbers) + np.cumsum(~in_int64) - 1)
     return IdKeys(np.array(numbers, np.int64), pa.array(texts, pa.large_binary()), order[encoded.indices.to_numpy()])
 
 

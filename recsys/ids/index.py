@@ -94,7 +94,8 @@ class IndexMapping(IdMapping):
             hashes: uint64 [n].
             places, candidates: uint64 [n], overwritten.
         """
-        places, candidates = (np.empty_like(hashes) if scratch is None else scratch for scratch in (places, candidates))
+        if places is None or candidates is None:
+            places, candidates = np.empty_like(hashes), np.empty_like(hashes)
         np.right_shift(hashes, self._shift, out=places)
         slots = self._starts.take(places.view(np.int64))
         np.take(self._hashes, slots, out=candidates, mode="clip")

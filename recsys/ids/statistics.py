@@ -20,7 +20,6 @@ _RANGE = 2**64
 _FEWEST_PLACES = 1 << 10
 _MOST_KEPT = 1 << 14  # distinct ids, by default
 _FEW_UNSEEN = 1 << 8
-_COUNTS = ("num_rows", "num_ids", "num_nulls", "num_out_of_vocabulary")
 
 
 def statistics_bytes(num_distinct: float) -> int:
@@ -58,8 +57,10 @@ class IdStatistics:
     def add(self, rows: int = 0, ids: int = 0, nulls: int = 0, out_of_vocabulary: int = 0) -> None:
         """Count rows of data, ids (hashes go to `add_hashes`), nulls, and ids that the vocabulary lacks."""
         with self._lock:
-            for name, count in zip(_COUNTS, (rows, ids, nulls, out_of_vocabulary), strict=True):
-                setattr(self, name, getattr(self, name) + count)
+            self.num_rows += rows
+            self.num_ids += ids
+            self.num_nulls += nulls
+            self.num_out_of_vocabulary += out_of_vocabulary
 
     def add_hashes(self, chunk: np.ndarray) -> None:
         """Add hashes of ids, each distinct one at least once.
@@ -104,16 +105,17 @@ class IdStatistics:
             return self._state([hashes], limit)
 
     def _state(self, hashes: list[np.ndarray], limit: int) -> np.ndarray:
-        counts = [getattr(self, name) for name in _COUNTS]
+        """Return the four counts and the last hash below the limit, then the hashes; called with the lock held."""
+        counts = [self.num_rows, self.num_ids, self.num_nulls, self.num_out_of_vocabulary]
         return np.concatenate([np.array([*counts, limit - 1], np.uint64), *hashes])
 
     def add_state(self, state: np.ndarray) -> None:
         """Add the state of other statistics, whose hashes have the same seed; each distinct id counts once."""
-        *counts, last = state[: len(_COUNTS) + 1].tolist()
+        *counts, last = state[:5].tolist()
         self.add(*counts)
         with self._lock:
             self._limit = min(self._limit, last + 1)
-            self._take_in(state[len(_COUNTS) + 1 :].copy())  # a copy, so that the memory of the state can be freed
+            self._take_in(state[5:].copy())  # a copy, so that the memory of the state can be freed
 
     def summary(self, mapping: "IdMapping", num_rows: int | None = None) -> dict[str, Any]:
         """Describe the ids, and the rows that they have by `mapping`, which has mapped them.

@@ -290,8 +290,8 @@ def _strings(texts: pa.Array) -> pa.Array:
 
 
 def _same_type(parts: Sequence[pa.Table]) -> pa.Table:
-    kinds = {part.schema.field("id").type for part in parts}
-    if len(kinds) == 1:
+    dtypes = {part.schema.field("id").type for part in parts}
+    if len(dtypes) == 1:
         return pa.concat_tables(parts)
     try:
         schema = pa.schema({"id": pa.uint64(), "count": pa.int64()})
