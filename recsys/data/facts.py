@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -105,12 +106,8 @@ class Facts:
         vocabularies = {table: read_vocabulary(folder / vocabulary_file(table)) for table in tables}
         try:
             content = json.loads((folder / FLOATS_FILE).read_text()) if floats else {}
-            read = {name: content[name].items() for name in floats}
-            figures = {
-                name: FloatFacts(**{key: tuple(of) if isinstance(of, list) else of for key, of in items})
-                for name, items in read.items()
-            }
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            figures = {name: FloatFacts.of(content[name]) for name in floats}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"'{folder / FLOATS_FILE}' lacks the figures of {', '.join(floats)} ({error!r})") from error
         counts = {name: pq.read_table(folder / vocabulary_file(counts_of(name)))["count"] for name in counted}
         row_counts = {name: column.to_numpy() for name, column in counts.items()}
@@ -263,11 +260,12 @@ def _pass(
     def summaries_of(rows: pa.Table, segment: Segment) -> list[np.ndarray]:
         with segment.named():
             for counted, counter in counters.items():
-                for chunk in (chunk for column in counted for chunk in rows.column(column).chunks):
-                    with _naming(dataset, counted):
+                with _naming(dataset, counted):
+                    for chunk in chain.from_iterable(rows.column(column).chunks for column in counted):
                         counter.add(_present(_flat(chunk)))
-            for chunk in rows.column(row_counter.column).chunks if row_counter else ():
-                row_counter.add(chunk)  # type: ignore[union-attr]
+            if row_counter is not None:
+                for chunk in rows.column(row_counter.column).chunks:
+                    row_counter.add(chunk)
             return [summarise(rows.column(part.column or ""), part) for part in floats]
 
     with Task("counting ids", len(mine), "row groups", world.rank == 0) as task:

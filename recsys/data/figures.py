@@ -1,7 +1,8 @@
 """Mean and deviation of float features, for each row group and for all, in one pass over the training data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,15 @@ class FloatFacts:
     raw_mean: float | tuple[float, ...] = 0.0
     mean: float | tuple[float, ...] = 0.0
     std: float | tuple[float, ...] = 1.0
+
+    @classmethod
+    def of(cls, figures: Mapping[str, Any]) -> "FloatFacts":
+        """Return figures that were read from JSON, which has lists in place of tuples.
+
+        Raises:
+            TypeError, AttributeError: they are not by the names of the figures.
+        """
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in figures.items()})
 
 
 def summarise(values: pa.ChunkedArray, part: FloatColumn) -> np.ndarray:
@@ -43,10 +53,12 @@ def _summarise_column(raw: np.ndarray, part: FloatColumn) -> np.ndarray:
 
 
 def _numbers(chunk: pa.Array, part: FloatColumn) -> _Chunk:
-    like, step = FloatColumn(part.name, part.column, dim=part.dim), NUMBERS_AT_ONCE // (part.dim or 1)
+    width = part.dim or 1
+    like, step = FloatColumn(part.name, part.column, dim=part.dim), NUMBERS_AT_ONCE // width
     for start in range(0, len(chunk), step):
         convert_floats(chunk.slice(start, step), like)  # refuses numbers that are not finite
-    (numbers, nulls), shape = raw_numbers(chunk, part), (len(chunk), part.dim or 1)
+    numbers, nulls = raw_numbers(chunk, part)
+    shape = (len(chunk), width)
     if nulls is None:
         return numbers.reshape(shape), None
     is_there = np.ones(numbers.size, bool)

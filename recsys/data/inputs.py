@@ -149,10 +149,9 @@ class Inputs:
         ids = [self._id_column(name, role, name in present) for name in id_features(config)]
         # If bad steps are allowed, numbers that are not finite pass, and the step that gets them is the bad one.
         finite = role != "train" or config.train.max_bad_steps == 0
+        columns = {name: column_of(config, name) for name in present}
         floats = [
-            float_column(
-                name, config.features[name], column_of(config, name) if name in present else None, self.facts, finite
-            )
+            float_column(name, config.features[name], columns.get(name), self.facts, finite)
             for name in float_features(config)
         ]
         lists = []
