@@ -21,6 +21,7 @@ from recsys.checkpoint.state import Marker, find_checkpoint
 from recsys.checkpoint.tensor_files import Entry, LocalTensor, read_rows
 from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
 from recsys.config import IdMappingType, TableConfig
+from recsys.data.arrays import value_type
 from recsys.data.footers import metadata_of, opened
 from recsys.data.storage import Storage
 from recsys.errors import UserError, nearest
@@ -147,7 +148,7 @@ class TableRows:
         return rows
 
     def _check_type(self, ids: pa.Array) -> None:
-        dtype = getattr(ids.type, "value_type", ids.type)
+        dtype = value_type(ids.type)
         if not pa.types.is_null(dtype) and self._has_texts not in (None, is_text(dtype)):
             texts = "texts" if self._has_texts else "numbers"
             raise UserError(f"its ids are {dtype}, and those of the data are {texts}; write both with the same type")

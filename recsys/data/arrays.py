@@ -16,6 +16,11 @@ def plain(array: pa.Array) -> pa.Array:
     return array.cast(pa.int64()) if pa.types.is_null(array.type) else array
 
 
+def value_type(dtype: pa.DataType) -> pa.DataType:
+    """Return the type of the values in lists or in a dictionary, and other types unchanged."""
+    return getattr(dtype, "value_type", dtype)
+
+
 def decoded(array: pa.Array) -> pa.Array:
     """Return `plain(array)` with dictionaries replaced by their values."""
     array = plain(array)

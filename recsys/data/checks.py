@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 
 from recsys.config import Config
 from recsys.config.features import features_by_table, id_features, model_features
+from recsys.data.arrays import value_type
 from recsys.data.convert import convert_floats
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
@@ -61,7 +62,7 @@ def _types_of_ids(config: Config, feature: str, schemas: dict[str, pa.Schema]) -
     types, settings = _types(column_of(config, feature), schemas), config.features[feature]
     if settings.separator is not None:  # a schema may be that of files alone
         of_files = _types(columns_of(config, feature)[0], schemas)
-        inside = {key: getattr(dtype, "value_type", dtype) for key, dtype in of_files.items()}
+        inside = {key: value_type(dtype) for key, dtype in of_files.items()}
         lists = {key: pa.list_(pa.int64() if settings.integers else dtype) for key, dtype in inside.items()}
         types = lists | types
     return types
@@ -69,7 +70,7 @@ def _types_of_ids(config: Config, feature: str, schemas: dict[str, pa.Schema]) -
 
 def _places(column: str, types: dict[str, pa.DataType]) -> dict[str, pa.DataType]:
     """Return the types of ids by where they are, for messages; for a list or dictionary that of its values."""
-    return {f"'{column}' of {key}": getattr(dtype, "value_type", dtype) for key, dtype in types.items()}
+    return {f"'{column}' of {key}": value_type(dtype) for key, dtype in types.items()}
 
 
 def _check_dtypes(asks: str, dtypes: dict[str, pa.DataType]) -> None:
@@ -95,7 +96,7 @@ def has_text_ids(config: Config, table: str, schema: pa.Schema) -> bool | None:
     """Return whether the ids of a table are texts in data with this schema; None if it has no column of such ids."""
     for name in features_by_table(config)[table]:
         for dtype in _types_of_ids(config, name, {"": schema}).values():
-            dtype = getattr(dtype, "value_type", dtype)
+            dtype = value_type(dtype)
             if not pa.types.is_null(dtype):
                 return is_text(dtype)
     return None

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.config import DataConfig
+from recsys.data.arrays import value_type
 from recsys.data.made import Made
 from recsys.data.order import RowGroups, Segment
 from recsys.data.storage import BadDataError, Storage, partition_keys
@@ -116,7 +117,7 @@ class Dataset:
     def file_of_floats(self, column: str) -> str | None:
         """Return the first file with floats in a column that has integers in others, and is thus read as floats."""
         dtypes = [layout.field(column).type if column in layout.names else pa.null() for layout in self.layouts]
-        dtypes = [getattr(dtype, "value_type", dtype) for dtype in dtypes]
+        dtypes = [value_type(dtype) for dtype in dtypes]
         if not (any(map(pa.types.is_integer, dtypes)) and any(map(pa.types.is_floating, dtypes))):
             return None
         files = zip(self.row_groups.paths, self.file_layouts.tolist(), strict=True)
