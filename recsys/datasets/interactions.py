@@ -229,15 +229,15 @@ def _log(table: pa.Table, columns: LogOptions, split: np.ndarray | None) -> tupl
     first_order = order if split is None else order[np.argsort(split[order], kind="stable")]
     _, first = np.unique(user[first_order] * len(items) + item[first_order], return_index=True)
     rows = np.sort(first_order[first]) if columns.train_rows == "interactions" else np.arange(len(table))
-    of_users, of_items = (
-        described(f"--{flag}", _read(f"--{flag}", paths, names, None), ids, flag == "items")
-        if paths
-        else _featured(table, order, numbers, ids, names)
-        for flag, paths, numbers, ids, names in (
-            ("users", columns.users, user, users, [columns.user, *columns.user_features]),
-            ("items", columns.items, item, items, [columns.item, *columns.item_features]),
-        )
-    )
+    of_user, of_item = [columns.user, *columns.user_features], [columns.item, *columns.item_features]
+    if columns.users:
+        of_users = described("--users", _read("--users", columns.users, of_user, None), users, all_of_them=False)
+    else:
+        of_users = _featured(table, order, user, users, of_user)
+    if columns.items:
+        of_items = described("--items", _read("--items", columns.items, of_item, None), items, all_of_them=True)
+    else:
+        of_items = _featured(table, order, item, items, of_item)
     kept = table.select([columns.time]).take(pa.array(rows)) if columns.time else None
     log = Log(user[rows], item[rows], time[rows], kept, of_users, of_items)
     return log, None if split is None else split[rows]

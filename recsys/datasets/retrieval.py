@@ -105,7 +105,7 @@ def split_last(user: np.ndarray, time: np.ndarray) -> np.ndarray:
 
     Users with fewer than three rows are only in train.
     """
-    return _cut_off(user, np.lexsort((time, user)), lambda count: count >= 3)
+    return _cut_off(user, np.lexsort((time, user)), lambda count: (count >= 3).astype(np.int64))
 
 
 def split_time(time: np.ndarray) -> np.ndarray:

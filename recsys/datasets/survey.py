@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from functools import cached_property, reduce
 from typing import Any
@@ -127,11 +127,9 @@ class Column:
         for _, chunk in keys.hash_chunks(0):
             self.values.add_hashes(chunk)
         if not pa.types.is_fixed_size_binary(self.element):  # which Arrow does not compare
-            ends = pc.min_max(values).as_py().values()
-            self.least, self.greatest = (
-                of(end for end in (known, new) if end is not None)
-                for of, known, new in zip((min, max), (self.least, self.greatest), ends, strict=True)
-            )
+            ends = pc.min_max(values).as_py()
+            self.least = ends["min"] if self.least is None else min(self.least, ends["min"])
+            self.greatest = ends["max"] if self.greatest is None else max(self.greatest, ends["max"])
         if pa.types.is_integer(self.element) or pa.types.is_floating(self.element):
             self.total += pc.mean(values).as_py() * len(values)
         if pa.types.is_string(self.element):
@@ -218,18 +216,27 @@ def survey(files: LogFiles) -> dict[str, Column]:
     for name, column in columns.items():
         column.is_in_all = dtypes[name].total() == len(files)
     _read([column for column in columns.values() if column.problem is None], files)
-    found = {name: column.possible_separator for name, column in columns.items() if not column.is_time}
-    texts, integers = (
-        {n: Column(n, columns[n].dtype, None, at, kind) for n, at in found.items() if at is not None}
-        for kind in (False, True)
-    )
+    return columns | _split(columns, files)
+
+
+def _split(columns: Mapping[str, Column], files: LogFiles) -> dict[str, Column]:
+    """Read a log again; return the columns of texts that hold lists of ids, as such lists.
+
+    The ids are integers if a column of integers has mostly the same ones.
+    """
+    texts, integers = dict[str, Column](), dict[str, Column]()
+    for name, column in columns.items():
+        separator = None if column.is_time else column.possible_separator
+        if separator is not None:
+            texts[name] = Column(name, column.dtype, separator=separator)
+            integers[name] = Column(name, column.dtype, separator=separator, integers=True)
+            texts[name].is_in_all = integers[name].is_in_all = column.is_in_all
     _read([*texts.values(), *integers.values()], files)
     alone = [column for column in columns.values() if pa.types.is_integer(column.dtype)]
     for name, column in integers.items():
-        texts[name].is_in_all = column.is_in_all = columns[name].is_in_all
         if column.problem is None and any(column.likeness(other) > ALIKE for other in alone):
             texts[name] = column
-    return columns | {name: column for name, column in texts.items() if column.is_of_lists}
+    return {name: column for name, column in texts.items() if column.is_of_lists}
 
 
 def _read(columns: Sequence[Column], files: LogFiles) -> None:
