@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from recsys.errors import UserError, why
-from recsys.runtime.files import make_folder
+from recsys.runtime.files import make_folder, naming, sync
 from recsys.runtime.run_lock import beside_lock, output_lock
 
 
@@ -14,7 +14,8 @@ from recsys.runtime.run_lock import beside_lock, output_lock
 def whole_folder(out: Path, argument: str = "OUT", replaces: bool = False) -> Iterator[Path]:
     """Yield an empty folder that becomes `out` when the block succeeds, and is removed if an error or a signal ends it.
 
-    It is next to `out`. If a killed process has left something there, that is removed.
+    It is next to `out`. If a killed process has left something there, that is removed. All of it is on disk before it
+    becomes `out`, so that a machine that goes down leaves no part of it there.
 
     Args:
         argument: what the user calls `out`. replaces: whether an `out` that is not empty is replaced.
@@ -35,11 +36,13 @@ def whole_folder(out: Path, argument: str = "OUT", replaces: bool = False) -> It
             _clear(aside)
             yield aside
             lock.check(now=True)
+            _sync_all(aside)
             lock.release()
             if replaces:
                 _put_in_place(aside, out)
             else:
                 _rename(aside, out)
+            sync(out.parent)
         except BaseException:
             if not lock.lost():
                 shutil.rmtree(aside, ignore_errors=True)
@@ -50,6 +53,13 @@ def _clear(folder: Path) -> None:
     """Remove everything in a folder except its lock."""
     for path in beside_lock(folder):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _sync_all(folder: Path) -> None:
+    """Flush a folder to disk, with all that is in it."""
+    for path in (*folder.rglob("*"), folder):
+        with naming(path):
+            sync(path)
 
 
 def _rename(new: Path, out: Path) -> None:

@@ -1,5 +1,6 @@
 """A folder appears whole: two writers, a link, and what others put there meanwhile."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,26 @@ def test_a_link_stays_and_what_it_leads_to_is_written(replaces: bool, tmp_path: 
         (folder / "mine").touch()
     assert (tmp_path / "out").is_symlink() and names(tmp_path / "far") == ["mine"]
     assert names(tmp_path) == ["far", "out"]
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_all_is_on_disk_before_it_appears(replaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, bool]] = []  # each file or folder by name, and whether `out` was there already
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path.name, (tmp_path / "out" / "mine").exists()))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with whole_folder(tmp_path / "out", replaces=replaces) as folder:
+        (folder / "mine").touch()
+        (folder / "tables").mkdir()
+        (folder / "tables" / "item.bin").touch()
+    before = {name for name, has_appeared in synced if not has_appeared}
+    assert {"mine", "tables", "item.bin", ".out.tmp"} <= before
+    assert (tmp_path.name, True) in synced
 
 
 def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
