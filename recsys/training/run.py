@@ -66,7 +66,7 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
         LostPeerError: another rank ended.
     """
     quiet_libraries()
-    with open_run_world(asked.run, not asked.debug) as (world, watchdog), TemporaryDirectory() as scratch:
+    with open_run_world(asked.run, not asked.debug) as (world, watchdog), TemporaryDirectory() as folder:
         if asked.debug and world.world_size > 1:
             raise UserError("--debug runs one process; start it without torchrun")
         check_alike(asked, world)
@@ -82,7 +82,7 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
         instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda", world.world_size))
         # Data come first: a mistake in them leaves no run directory behind.
         config = with_scores(config, world)
-        footers = Path(scratch) / FOOTERS
+        footers = Path(folder)
         earlier = store.get(_LOCK).decode() if world.rank == 0 and store.check([_LOCK]) else None
         with RunLock() as lock, reported(world.rank == 0) as report_in, Explained(config, world, timeline) as explained:
             known = Path(config.run.dir) / FOOTERS if config.run.dir and config.run.resume else None
@@ -103,7 +103,7 @@ class _Session:
     """Resources of a run, from the opening of its data to its end.
 
     Attributes:
-        footers: temporary folder with cached footers of the data, until they may go into the run directory.
+        footers: temporary folder with cached footers of the data, until they go into the run directory.
         instead: sentences on what the device does instead of settings that it lacks.
     """
 
@@ -166,6 +166,7 @@ def _train(
     world.from_rank_zero(lambda: save_plan(built.shards, world.world_size, run_dir / "plan.json"))
     # Only now is it certain that the data are those of the checkpoint, if there is one.
     world.from_rank_zero(lambda: copy_files(session.footers, run_dir / FOOTERS))
+    shutil.rmtree(session.footers)  # a run that is killed later could not remove it
     give_unused_back()  # the memory of planning and predicting
     session.explained.write = memory.write_alone
     if world.rank == 0:

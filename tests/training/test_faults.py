@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,22 +63,25 @@ def test_all_ranks_end_soon_after_one(fault: str, nproc: int, tmp_path: Path) ->
     assert max(start, log.stat().st_mtime) > ended - GONE_S and not processes_in(tmp_path)
 
 
-def fail_in_last_lines() -> None:
-    """Let rank 0 fail when all ranks have taken their last step."""
+def fail_in_last_lines(folder: Path) -> None:
+    """Let rank 0 fail when all ranks have taken their last step, and write which temporary folders are left then."""
+    tempfile.tempdir = str(folder)
 
     def closing_lines(*arguments: object) -> list[str]:
+        (folder / "left").write_text(" ".join(path.name for path in folder.glob("tmp*")))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "result.json")
 
     run.closing_lines = closing_lines  # type: ignore[assignment]
 
 
 def test_ranks_that_wait_for_the_results_end_in_a_sentence(tmp_path: Path) -> None:
-    options = (f"run.dir={tmp_path}", "train.max_steps=2", "data.valid=null", "data.test=null")
-    done = fork_train(CONFIG, *options, nproc=3, before=fail_in_last_lines)
+    options = (f"run.dir={tmp_path}/run", "train.max_steps=2", "data.valid=null", "data.test=null")
+    done = fork_train(CONFIG, *options, nproc=3, before=partial(fail_in_last_lines, tmp_path))
     said = sorted(line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert done.returncode == 1 and len(said) == 3 and "Traceback" not in done.stderr, done.stderr
     assert "'result.json' cannot be written (No space left" in said[0]
     assert all("another rank ended" in line for line in said[1:])
+    assert (tmp_path / "left").read_text() == ""  # a run that is killed while it trains could not remove them
 
 
 @pytest.mark.slow
