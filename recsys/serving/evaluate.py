@@ -14,6 +14,7 @@ import torch
 from recsys.config import Config
 from recsys.config.features import with_experts
 from recsys.data.dataset import Dataset
+from recsys.data.fields import advice
 from recsys.data.inputs import Given, Inputs
 from recsys.data.label_checks import constant_labels
 from recsys.data.loader import Loader
@@ -226,7 +227,8 @@ def _units(rows: pa.Table, group: str | None, num_rows: int) -> np.ndarray:
     if group is not None:
         column = rows[group].combine_chunks()
         if pa.types.is_nested(column.type):
-            raise UserError(f"--group: column '{group}' is {column.type}; but a group needs one id a row")
+            needed = f"a group needs one id a row{advice(group, column.type)}"
+            raise UserError(f"--group: column '{group}' is {column.type}; {needed}")
         not_null = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
         try:
             units[not_null] = hash_column(column.drop_null())

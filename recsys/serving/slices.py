@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ from recsys.data.arrays import decoded
 from recsys.data.batch import Batch
 from recsys.data.dataset import Dataset
 from recsys.data.facts import VocabularyRequest, measure
+from recsys.data.fields import advice
 from recsys.data.parquet import open_dataset, with_made
 from recsys.data.wanted import column_of, made_columns, row_filter
 from recsys.errors import UserError, in_words
@@ -84,7 +86,7 @@ def slices_by(opened: OpenRun, column: str, bounds: Sequence[int]) -> Slices:
     config, corpus = opened.run.config, opened.inputs.corpus
     of_targets = corpus is not None and column == config.data.targets_column
     train: Dataset | None = None
-    encode: _Encode = by_value
+    encode: _Encode = partial(_by_value, column)
     if bounds:
         columns = _item_columns(config) if of_targets else (column,)
         train, encode = _by_count(opened, columns, bounds, of_targets)
@@ -145,7 +147,8 @@ def _by_count(opened: OpenRun, columns: tuple[str, ...], bounds: Sequence[int], 
 
 def _check_ids(column: str, dtype: pa.DataType) -> None:
     if pa.types.is_nested(dtype):
-        raise UserError(f"--cold: column '{column}' is {dtype}; it needs a column with one id a row")
+        needed = f"it needs a column with one id a row{advice(column, dtype)}"
+        raise UserError(f"--cold: column '{column}' is {dtype}; {needed}")
 
 
 def count_names(bounds: Sequence[int]) -> list[str]:
@@ -154,10 +157,17 @@ def count_names(bounds: Sequence[int]) -> list[str]:
     return [f"count {low}" if low == high else f"count {low}-{high}" for low, high in ranges] + [f"count {bounds[-1]}+"]
 
 
+def _by_value(column: str, values: pa.Array) -> pa.DictionaryArray:
+    if pa.types.is_nested(values.type):
+        raise UserError(
+            f"--by: column '{column}' is {values.type}, and nearly every row would be a slice; it needs a column with "
+            f"one value a row{advice(column, values.type)}"
+        )
+    return by_value(values)
+
+
 def by_value(values: pa.Array) -> pa.DictionaryArray:
     """Encode values by their texts; one that reads as null has quotes."""
-    if pa.types.is_nested(values.type):  # Arrow finds no distinct ones among them
-        return pa.array(map(_name, values), pa.string()).dictionary_encode()
     encoded = decoded(values).dictionary_encode()
     names = pa.array(map(_name, encoded.dictionary), pa.string())  # of distinct ones, as each takes two µs
     return names.take(encoded.indices).fill_null("null").dictionary_encode()
