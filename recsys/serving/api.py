@@ -114,9 +114,9 @@ def _plain_values(value: Any) -> Any:
         return {name: _plain_values(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain_values(item) for item in value]
-    return (
-        os.fspath(value) if isinstance(value, os.PathLike) else value.item() if isinstance(value, np.generic) else value
-    )
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _texts(name: str, values: Any, example: str) -> Any:

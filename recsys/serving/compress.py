@@ -292,7 +292,10 @@ def _least_important(trials: Trials, before: Compression, importance: str) -> tu
     groups.
     """
     columns, unpruned = [], deciding_tables(trials.config)
-    by_table = {"count": trials.counts, "norm": trials.norms}.get(importance) or trials.gradients(before)
+    if importance == "gradient":
+        by_table = trials.gradients(before)
+    else:
+        by_table = trials.counts if importance == "count" else trials.norms
     for number, name in enumerate(trials.config.tables):
         if name in unpruned:  # its pruned ids would be looked up in another expert
             continue

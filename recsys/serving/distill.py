@@ -31,8 +31,8 @@ def check_student(teacher: Path, changes: Sequence[str], steps: Sequence[str]) -
         UserError: a mistake in the changes.
     """
     trained = load_config(teacher / "config.yaml")
-    before = steps[: len(steps) - 1 - steps[::-1].index("distill")]
-    for accepted, keys in [("", []), *_acceptable(trained, before)]:
+    last = max(place for place, step in enumerate(steps) if step == "distill")
+    for accepted, keys in [("", []), *_acceptable(trained, steps[:last])]:
         try:
             student = load_config(teacher / "config.yaml", [*keys, *changes])
             if student.model.needs().labels:

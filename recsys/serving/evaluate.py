@@ -106,12 +106,7 @@ def evaluate(run: Finished, roles: Sequence[str], extras: Extras = Extras()) -> 
             "run": str(run.run_dir),
             "checkpoint": run.checkpoint.name,
             "metrics": metrics,
-            "intervals": {role: of_role.intervals for role, of_role in results.items()} if extras.bootstrap else {},
-            "by": {} if extras.by is None else {extras.by: {role: of_role.slices for role, of_role in results.items()}},
-            "intervals_by": {extras.by: {role: of_role.slice_intervals for role, of_role in results.items()}}
-            if extras.by is not None and extras.bootstrap
-            else {},
-            "importance": {role: of_role.importance for role, of_role in results.items()} if extras.importance else {},
+            **_extra_results(results, extras),
             "data": {role: _described(config, role, dataset) for role, dataset in datasets.items()},
             "world_size": world.world_size,
             "device": world.device.type,
@@ -125,6 +120,20 @@ def evaluate(run: Finished, roles: Sequence[str], extras: Extras = Extras()) -> 
         logger.info("%s", to_json({"run": str(run.run_dir), "checkpoint": run.checkpoint.name, "metrics": metrics}))
         del opened  # its collectives end before the process group
     return 0
+
+
+def _extra_results(results: Mapping[str, "_Results"], extras: Extras) -> dict[str, dict[str, Any]]:
+    """Return what result.json holds besides metrics, by dataset; empty where it was not asked for."""
+    extra: dict[str, dict[str, Any]] = {"intervals": {}, "by": {}, "intervals_by": {}, "importance": {}}
+    if extras.bootstrap:
+        extra["intervals"] = {role: of_role.intervals for role, of_role in results.items()}
+    if extras.by is not None:
+        extra["by"] = {extras.by: {role: of_role.slices for role, of_role in results.items()}}
+    if extras.by is not None and extras.bootstrap:
+        extra["intervals_by"] = {extras.by: {role: of_role.slice_intervals for role, of_role in results.items()}}
+    if extras.importance:
+        extra["importance"] = {role: of_role.importance for role, of_role in results.items()}
+    return extra
 
 
 def _given(config: Config, role: str, extras: Extras) -> Given:

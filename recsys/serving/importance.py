@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,18 +39,16 @@ def neuron_importances(inputs: Inputs, step: Any, layers: Mapping[str, HiddenLay
     """
     totals = {name: torch.zeros(layer.following.in_features) for name, layer in layers.items()}
 
-    def watch(total: torch.Tensor) -> Any:
-        def see(_: Any, inputs_of_layer: tuple[torch.Tensor, ...]) -> None:
-            (x,) = inputs_of_layer
-            if x.requires_grad:
-                x.register_hook(lambda gradient: count(x.detach() * gradient))
+    def watch(total: torch.Tensor, _: Any, inputs_of_layer: tuple[torch.Tensor, ...]) -> None:
+        """Add the products of a layer's inputs, the activations of the layer before, when their gradient is known."""
+        (x,) = inputs_of_layer
+        if x.requires_grad:
+            x.register_hook(lambda gradient: add(total, x.detach() * gradient))
 
-        def count(products: torch.Tensor) -> None:
-            total.add_(products.abs().sum(0).float().cpu())
+    def add(total: torch.Tensor, products: torch.Tensor) -> None:
+        total.add_(products.abs().sum(0).float().cpu())
 
-        return see
-
-    hooks = [layer.following.register_forward_pre_hook(watch(totals[name])) for name, layer in layers.items()]
+    hooks = [layer.following.register_forward_pre_hook(partial(watch, totals[name])) for name, layer in layers.items()]
     for _ in _passes(inputs, step):
         pass
     for hook in hooks:
