@@ -39,9 +39,8 @@ class Lookups:
 
     def _features(self, shard: Shard, rank_rows: int, means: Mapping[str, float]) -> Iterator[tuple[str, int, float]]:
         """Yield each feature that is looked up in a shard, with the rows and ids that this rank looks up for it."""
-        own = shard.sharding_type == "data_parallel"
-        rows = rank_rows * (1 if own else self._ranks)
-        share = 1 if own else shard.size[0] / self._config.tables[shard.table].num_embeddings
+        rows = rank_rows * (1 if shard.is_replicated else self._ranks)
+        share = 1 if shard.is_replicated else shard.size[0] / self._config.tables[shard.table].num_embeddings
         for name in self._features_of[shard.table]:
             yield name, rows, rows * means[name] * share
 
@@ -65,7 +64,7 @@ class Lookups:
         for a gradient of each distinct row and, if lists are pooled, of each id of a feature."""
         most = 0.0
         for shard in self._shards:
-            if shard.sharding_type == "data_parallel" or in_fbgemm(self._config, shard.table, self._on_gpu):
+            if shard.is_replicated or in_fbgemm(self._config, shard.table, self._on_gpu):
                 continue
             ids = [of_ids for *_, of_ids in self._features(shard, rows, means)]
             by_id = 0.0 if shard.table in self._by_id else max(ids, default=0.0)
@@ -77,7 +76,7 @@ class Lookups:
     def replicated_gradient(self, rows: int, means: Mapping[str, float]) -> int:
         """Return the bytes of gradients of tables that every rank holds: in FP32, as they are summed over ranks, with a
         mark for each row; and of the largest gradient of a feature by id."""
-        replicas = {shard.table: shard.size for shard in self._shards if shard.sharding_type == "data_parallel"}
+        replicas = {shard.table: shard.size for shard in self._shards if shard.is_replicated}
         of_tables = sum(height * (columns + 1) for height, columns in replicas.values())
         of_tables *= 2 if self._ranks == 1 and not self._on_gpu else 1  # one for each half of the batch
         by_ids = (

@@ -202,7 +202,7 @@ class _Rank:
         elements = max((shard.size[0] * shard.size[1] for shard in self._shards), default=0)
         on_gpu = _FILLED_BYTES * min(elements, CHUNK_ELEMENTS["cuda"])
         fill = {"fill_temporaries": on_gpu if self._topology.on_gpu else _FILL_BYTES}
-        cached = sum(shard.size[0] for shard in self._shards if shard.compute_kernel == "fused_uvm_caching")
+        cached = sum(shard.size[0] for shard in self._shards if shard.is_cached)
         tables = self._config.tables
         in_fp8 = [shard for shard in self._shards if tables[shard.table].data_type is DataType.FP8]
         widest = max((4 * shard.size[0] * shard.size[1] for shard in in_fp8), default=0)
@@ -217,7 +217,7 @@ class _Rank:
         optimizer state, which is counted already but made later."""
         if self._topology.world_size == 1:
             return 0
-        replicas = [s for s in self._shards if s.sharding_type == "data_parallel"]
+        replicas = [shard for shard in self._shards if shard.is_replicated]
         sizes = [shard_bytes(self._config, s.table, *s.size, s.compute_kernel) for s in replicas]
         weights = sum(size.weight for size in sizes)
         return max(0, min(weights, _SYNCHRONISED_BYTES) - sum(size.optimizer for size in sizes))

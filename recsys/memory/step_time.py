@@ -158,7 +158,7 @@ def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topo
     ids = rows * sum(data.mean_ids[name] for name in dims)
     elements, vectors = [0.0] * ranks, [0.0] * ranks
     for shard in shards:
-        everywhere = 1 if shard.sharding_type == "data_parallel" else ranks
+        everywhere = 1 if shard.is_replicated else ranks
         share = shard.size[0] / config.tables[shard.table].num_embeddings
         for name in features[shard.table]:
             count = rows * everywhere * data.mean_ids[name]

@@ -95,8 +95,7 @@ def _lookup_groups(config: Config, shards: Iterable[Shard]) -> list[list[Shard]]
 
 def cache_bytes(config: Config, shards: Iterable[Shard]) -> TableBytes:
     """Return the bytes of a rank's caches: one for each group of tables, each slot as wide as the widest of them."""
-    cached = ComputeKernel.fused_uvm_caching.value
-    groups = ([s for s in group if s.compute_kernel == cached] for group in _lookup_groups(config, shards))
+    groups = ([shard for shard in group if shard.is_cached] for group in _lookup_groups(config, shards))
     return sum((_cache_of(config, group) for group in groups if group), TableBytes())
 
 

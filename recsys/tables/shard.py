@@ -173,12 +173,11 @@ def _parameter_sharding(table_shards: list[Shard], config: Config, topology: Top
         )
         for shard in table_shards
     ]
-    replicated = table_shards[0].sharding_type == ShardingChoice.data_parallel.value
     return ParameterSharding(
         sharding_type=table_shards[0].sharding_type,
         compute_kernel=table_shards[0].compute_kernel,
         ranks=[shard.rank for shard in table_shards],
-        sharding_spec=None if replicated else EnumerableShardingSpec(shards),
+        sharding_spec=None if table_shards[0].is_replicated else EnumerableShardingSpec(shards),
         cache_params=constraints.cache_params,
         stochastic_rounding=constraints.stochastic_rounding,
         output_dtype=constraints.output_dtype,

@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import DataType as TorchrecDataType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from recsys.config import Config, DataType, TableConfig
+from recsys.config import ComputeKernel, Config, DataType, ShardingChoice, TableConfig
 from recsys.config.choices import FloatType
 from recsys.config.features import features_by_table, has_weighted_ids
 from recsys.runtime.counter_random import make_key, uniform_numbers
@@ -41,6 +41,16 @@ class Shard:
     size: tuple[int, int]
     sharding_type: str
     compute_kernel: str
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether it is the whole table, which every rank holds."""
+        return self.sharding_type == ShardingChoice.data_parallel.value
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether it is in host memory, with a cache of its rows in device memory."""
+        return self.compute_kernel == ComputeKernel.fused_uvm_caching.value
 
 
 def local_shards(value: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
