@@ -233,8 +233,10 @@ def _tile(size: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, .
     """Return whether boxes of (offsets, sizes), cut by columns, then by rows, cover each element of a tensor once."""
     if any(len(side) != len(size) for box in boxes for side in box):
         return False
-    if not size or 0 in size:
-        return len(boxes) == (0 not in size)
+    if 0 in size:
+        return not boxes
+    if not size:
+        return len(boxes) == 1
     rows: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
     for offsets, sizes in boxes:
         rows.setdefault((offsets[1:], sizes[1:]), []).append((offsets[0], sizes[0]))

@@ -158,7 +158,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not os.path.exists(path) or path.is_dir():
         folder = path if os.path.isdir(path) else path.parent
         near = [str(p) for p in sorted(folder.glob("*.yaml"))]
-        others = f"; there are: {', '.join(near[:8])}{', …' * (len(near) > 8)}" if near else ""
+        more = ", …" if len(near) > 8 else ""
+        others = f"; there are: {', '.join(near[:8])}{more}" if near else ""
         wrong = "is a folder, not a file" if folder == path else "does not exist"
         raise UserError(f"config file '{path}' {wrong}{nearest(str(path), near) or others}")
     try:
@@ -210,7 +211,8 @@ def _check_keys(section: Any, key: str, expected: Any, model: type | None) -> No
     for name, value in section.items():
         full = f"{key}.{name}" if key else str(name)
         if fields and name not in fields:
-            raise UserError(unknown_key(key, str(name), [*fields, *["base"] * (expected is Config)], model))
+            allowed = [*fields, "base"] if expected is Config else list(fields)
+            raise UserError(unknown_key(key, str(name), allowed, model))
         _check_keys(value, full, fields[name] if fields else (typing.get_args(expected) or [None])[-1], model)
 
 

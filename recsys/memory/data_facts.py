@@ -139,7 +139,8 @@ def _eval_ids(config: Config, means: Mapping[str, Mapping[str, float]]) -> tuple
         roles, names = ("items",) if kind == "items" else ("valid", "test"), role_features(config, kind)
         of_roles = [means[role] for role in roles if role in means] or [means["train"]]
         return {
-            name: max(of_role.get(name, 1.0) for of_role in of_roles) * (name in names) for name in id_features(config)
+            name: max(of_role.get(name, 1.0) for of_role in of_roles) if name in names else 0.0
+            for name in id_features(config)
         }
 
     return tuple(map(most, ["valid"] if config.model.needs().item_id is None else ["valid", "items"]))
@@ -246,7 +247,7 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
     # A window being made exists twice, in the order of the files and shuffled, with the order of its rows; a separate
     # process keeps the memory of both, and sends a copy.
     in_processes = role == "train" and decode_in_processes(inputs.config.data.processes, wanted, inputs.world.device)
-    of_window = largest * ((1 + in_processes) * sample.row_bytes + _ORDER_BYTES)
+    of_window = largest * ((2 if in_processes else 1) * sample.row_bytes + _ORDER_BYTES)
     making = threads * of_window
     streams, by_rank = streams_of_a_rank(inputs.config, inputs.world.world_size), []
     loader, follows = inputs.loader(role), role == "train" and _reaches_second_epoch(inputs)

@@ -110,7 +110,7 @@ class DataFacts:
             indices += index_bytes(n, int(id_bytes * (2 if text else 1)))
         # Ids are chosen once decoding has ended and given its memory back: the larger of the two makes the peak.
         return {
-            "id_counts": int(counted + choosing * (choosing >= self.counted_bytes)),
+            "id_counts": int(counted + (choosing if choosing >= self.counted_bytes else 0)),
             "loader_decoding": self.counted_bytes if self.counted_bytes > choosing else 0,
             # Their indices are made later, when the rest has been freed.
             "vocabularies": int(chosen + max(0, self.vocabulary_bytes - indices)),
@@ -121,7 +121,7 @@ class DataFacts:
         weighted = has_weighted_ids(config)
         # Besides ids: the number of ids of each feature, floats (many for a vector), labels and the weight.
         numbers = len(id_features(config)) + len(float_columns(config)) + len(config.labels()) + 1
-        return int(rows * (sum(means.values()) * (self.id_bytes + 4 * weighted) + 4 * numbers))
+        return int(rows * (sum(means.values()) * (self.id_bytes + (4 if weighted else 0)) + 4 * numbers))
 
 
 def _merge_bytes(num_ids: int) -> int:

@@ -261,7 +261,7 @@ class _Rank:
             {
                 **given,
                 "pooled": self.pooled,
-                "pooled_gradient": self.pooled_gradient + joined * self.pooled,
+                "pooled_gradient": self.pooled_gradient + (self.pooled if joined else 0),
                 "looked_up_gradient": self.looked_up_gradient if ranks > 1 else 0,
                 "collective_copies": copies,
                 "kernel_temporaries": sort,
@@ -315,7 +315,7 @@ class _Rank:
 
     def _in_evaluation(self, means: Mapping[str, float], eval_bytes: int) -> Bytes:
         """Return the temporaries of an evaluation batch, whose rows have `means` ids of each feature."""
-        rows, in_flight = self._eval_rows, self._batches_in_pipeline * self._topology.on_gpu
+        rows, in_flight = self._eval_rows, self._batches_in_pipeline if self._topology.on_gpu else 0
         looked_up, _, exchanged_ids = self._lookups.of_ranks(rows, means)
         apart = self._copies_lookups or self._topology.world_size > 1
         return {

@@ -140,7 +140,9 @@ def stacked_bars(
         described = ", ".join(f"{name} {show(value)}" for _, name, value in parts if value > 0)
         bar = f"<div class=bar role=img aria-label='{escape(f'{label}: {described}')}'>{boxes}</div>"
         bars.append(f"<div class=row><span>{escape(label)}</span>{bar}<b>{show(sum(row.values()))}</b></div>")
-    entries = [(f"c{i}", name) for i, name in enumerate(shown)] + [("rest", "the rest")] * (len(shown) < len(largest))
+    entries = [(f"c{i}", name) for i, name in enumerate(shown)]
+    if len(shown) < len(largest):
+        entries.append(("rest", "the rest"))
     return f"<div class=bars>{''.join(bars)}{legend(entries)}</div>"
 
 

@@ -53,7 +53,9 @@ def traced_steps(num_steps: int, path: Path, device: torch.device) -> Iterator[C
     if not num_steps:
         yield lambda: None
         return
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
     path.parent.mkdir(exist_ok=True)
 
     def write(done: profile) -> None:

@@ -41,8 +41,8 @@ class StepCounts:
         Raises:
             UserError: more rows cannot be read, or more steps are not finite, than the config allows.
         """
-        stops = False
-        while len(self._unread) > but_the_last:
+        stops, num_left = False, 1 if but_the_last else 0
+        while len(self._unread) > num_left:
             step, epoch, output, waited = self._unread.popleft()
             output.read()
             self._count(step, epoch, output, waited)

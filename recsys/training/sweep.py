@@ -89,7 +89,9 @@ class Sweep:
     def _study(self) -> Any:
         """Make or join the study; each thread has an object of its own, over the same file."""
         optuna = import_optuna()
-        directions = ["maximize" if is_higher_better(self.metric) else "minimize", *["minimize"] * self.by_bytes]
+        directions = ["maximize" if is_higher_better(self.metric) else "minimize"]
+        if self.by_bytes:
+            directions.append("minimize")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of optuna about experimental features
             backend = optuna.storages.journal.JournalFileBackend(str(self._journal))
@@ -131,7 +133,7 @@ class Sweep:
             num_bytes = table_bytes(load_config(folder / "seed-1" / "config.yaml"), folder / "seed-1")
             for name, value in (("values", values), ("bytes", num_bytes), ("seconds", time.monotonic() - start)):
                 trial.set_user_attr(name, value)
-            study.tell(trial, [mean, *[num_bytes] * self.by_bytes])
+            study.tell(trial, [mean, num_bytes] if self.by_bytes else mean)
             logger.info("trial %d: %s %.5f", trial.number, self.metric, mean)
         except optuna.TrialPruned:
             trial.set_user_attr("seconds", time.monotonic() - start)

@@ -205,7 +205,7 @@ class Space:
             low, high, how = checked[key]
             step = how if isinstance(how, int | float) else 1 if isinstance(low, int) else high - low
             second = _last_step(low, low + step, step)
-            checked[key] = [low, *[second] * (low < second < high), high]
+            checked[key] = [low, second, high] if low < second < high else [low, high]
         return [[f"{key}={value}" for value in values] for key, values in checked.items()]
 
 
