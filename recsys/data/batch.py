@@ -79,6 +79,7 @@ class Batch(Pipelineable):
         return self.weights if self.known_labels is None else self.weights * self.known_labels[:, label]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """Return the batch on a device; if its tensors lie in one block of host memory, all are copied at once."""
         tensors, content = self._tensors(), self.content
         if device.type == "cpu" or content is None:
             return replace(self, **{name: part.to(device, non_blocking=non_blocking) for name, part in tensors.items()})
@@ -107,6 +108,7 @@ class Batch(Pipelineable):
         replace_file(path, content.getvalue())
 
     def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory of the tensors from being reused before the work that is queued on a stream is done."""
         for value in self._tensors().values():
             value.record_stream(stream)
 

@@ -268,7 +268,11 @@ def flatten(array: pa.Array, weights: pa.Array | None, part: IdColumn) -> tuple[
 
 
 def transform_numbers(x: np.ndarray, transform: Transform, part: FloatColumn) -> None:
-    """Transform float64 numbers in place; if `part` must be finite, refuse those that have no logarithm."""
+    """Transform float64 numbers, [rows] or [rows, dim], in place.
+
+    Raises:
+        UserError: `part` must be finite, and a number has no logarithm.
+    """
     if transform.clip is not None:
         np.clip(x, *transform.clip, out=x)
     if transform.log1p:

@@ -159,7 +159,7 @@ class Dataset:
         return self.row_groups.segment(int(self.heads()[0]) if self.head_number is None else self.head_number)
 
     def heads(self) -> np.ndarray:
-        """Return the numbers of all row groups, those in files with the most columns first."""
+        """Return the numbers of all row groups, int64 [row groups], those in files with the most columns first."""
         num_columns = np.array([len({*layout.names} & {*self.columns}) for layout in self.layouts])
         return np.argsort(-num_columns[self.file_layouts][self.row_groups.file], kind="stable")
 

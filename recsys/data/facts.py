@@ -116,7 +116,7 @@ class Facts:
 
 
 def unseen_runs_of(folder: Path, tables: Iterable[str]) -> dict[str, np.ndarray]:
-    """Return by table the `Facts.unseen_runs` that an earlier run has saved."""
+    """Return by table the `Facts.unseen_runs` that an earlier run has saved; empty arrays for files without them."""
     return {table: read_unseen_runs(folder / vocabulary_file(table)) for table in tables}
 
 

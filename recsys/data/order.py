@@ -170,7 +170,7 @@ class EpochOrder:
             yield self._window(stream, number, pending)
 
     def row_groups_of(self, rank: int, world_size: int) -> np.ndarray:
-        """Return the numbers, in `row_groups`, of the row groups that a rank's streams are cut from."""
+        """Return the numbers in `row_groups`, int64 [n], of the row groups that a rank's streams are cut from."""
         streams = [share.stream for share in shares(self.slots, rank, world_size)]
         bounds = [stream_bounds(self.slots, stream, self.row_groups.total_rows) for stream in (streams[0], streams[-1])]
         places = self._places(bounds[0][0], bounds[1][1])

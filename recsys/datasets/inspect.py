@@ -15,7 +15,11 @@ from recsys.runtime.files import prepare_output, write_output
 
 
 def main(parser: Parser, arguments: Sequence[str]) -> int:
-    """Run `recsys inspect`, whose arguments are added to the parser here; return the exit status 0."""
+    """Run `recsys inspect`, whose arguments are added to the parser here; return the exit status 0.
+
+    Raises:
+        UserError: the log cannot be read or has no rows, it is not clear what the label is, or the config exists.
+    """
     parser.add_argument("data", metavar="DATA", nargs="+", help="Parquet: directories, globs or files to train on")
     parser.add_argument(
         "--valid",

@@ -198,7 +198,7 @@ def _integers(column: pa.Array, name: str) -> pa.Array:
 
 
 def time_values(table: pa.Table, name: str) -> np.ndarray:
-    """Return times as numbers or datetime64, which compare; UserError for other types, nulls and NaN."""
+    """Return times as numbers or datetime64 [rows], which compare; UserError for other types, nulls and NaN."""
     column = _checked(table, name, _TIME_KINDS, False, "a time", _TIMES)
     if pa.types.is_string(column.type):
         try:

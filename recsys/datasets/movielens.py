@@ -57,7 +57,7 @@ def prepare_movielens_100k(out: Path, cache: Path) -> bool:
 
 
 def fetch_wheel(cache: Path) -> Path:
-    """Path of the RecBole wheel in ``cache``, downloaded by pip if it is not there yet."""
+    """Path of the RecBole wheel in ``cache``, downloaded by pip if missing. Raises UserError if pip fails."""
     path = cache / WHEEL
     if path.exists():
         return path

@@ -54,7 +54,7 @@ class Timeline:
         self.keys = time_key(log.user[self.rows], log.time[self.rows])
 
     def starts(self, user: np.ndarray) -> np.ndarray:
-        """Starts of the rows of users; the rows of a user end at the next start."""
+        """Starts of the rows of users, int64 [users]; the rows of a user end where those of the next number start."""
         return np.searchsorted(self.keys, time_key(user, np.zeros_like(user)))
 
     def lists(self, starts: np.ndarray, ends: np.ndarray, without: np.ndarray | None = None) -> pa.ListArray:
@@ -78,7 +78,10 @@ class Timeline:
 
 
 def slices(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets of lists, and the positions in them: for each list, those from its start to before its end."""
+    """Offsets of lists, int64 [lists + 1], and the positions in them, int64: from the start of each to before its end.
+
+    Starts and ends are int64 [lists].
+    """
     lengths = ends - starts
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return offsets, np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
@@ -134,7 +137,7 @@ def _cut_off(user: np.ndarray, order: np.ndarray, held_out: Callable[[np.ndarray
 
 
 def shuffled(num_rows: int) -> np.ndarray:
-    """The numbers below `num_rows`, in the order that the default seed of RecBole gives."""
+    """The numbers below `num_rows`, int64 [num_rows], in the order that the default seed of RecBole gives."""
     import torch  # only the generator of torch reproduces it
 
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(_RANDOM_SEED)).numpy()

@@ -126,7 +126,7 @@ class IdField:
         self.seed = (options.seed << 16) + (field << 8)
 
     def draw(self, rows: Rows, day: np.ndarray) -> np.ndarray:
-        """Keys for ``day``: a rank by the power law, and the generation of ids that holds it on that day."""
+        """Keys for ``day``, int64 [rows]: a rank by the power law, and the generation of ids that has it that day."""
         rank = self._rank(rows.rng.random(len(day)))
         if self.drift:
             generation = np.floor(day * self.drift + hash_uniform(rank, self.seed)).astype(np.int64)
@@ -150,12 +150,12 @@ class IdField:
         return (hash_integers(keys, self.seed + 1) >> np.uint64(1)).view(np.int64)
 
     def factor(self, keys: np.ndarray, index: int) -> np.ndarray:
-        """Hidden factor ``index`` of each key: mean 0, variance 1, uniform (the same on every machine)."""
+        """Hidden factor ``index`` of each key, float64: mean 0, variance 1, uniform (the same on every machine)."""
         return 12**0.5 * (hash_uniform(keys, self.seed + 2 + index) - 0.5)
 
 
 def affinity(users: IdField, user: np.ndarray, items: IdField, item: np.ndarray) -> np.ndarray:
-    """Part of a logit from the keys of user and item: a term for each alone, and one for both together."""
+    """Part of a logit, float64 [rows], from keys of user and item: a term for each alone, and one for both together."""
     logit = 0.5 * users.factor(user, 0) + 0.7 * items.factor(item, 0)
     for index in range(1, NUM_FACTORS + 1):
         logit += users.factor(user, index) * items.factor(item, index) / NUM_FACTORS**0.5

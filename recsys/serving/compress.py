@@ -74,7 +74,11 @@ class Request:
         self.allowed(1.0)
 
     def allowed(self, value: float) -> float:
-        """Return the allowed loss of the metric at a value: `max_loss`, which may be a percentage of the value."""
+        """Return the allowed loss of the metric at a value: `max_loss`, which may be a percentage of the value.
+
+        Raises:
+            UserError: `max_loss` is neither a number of at least 0 nor such a percentage.
+        """
         is_share = self.max_loss.endswith("%")
         try:
             number = float(self.max_loss.removesuffix("%"))

@@ -88,7 +88,7 @@ class GraphInputs:
         return names
 
     def draw(self, features: Sequence[str], num_rows: int, generator: torch.Generator) -> list[torch.Tensor]:
-        """Return random values of these inputs."""
+        """Return random values of these inputs, in the order of `names`: float32, and int64 lengths."""
         tensors = [torch.randn(num_rows, self.num_floats, generator=generator)]
         for name in features:
             if name not in self.sequences:

@@ -52,6 +52,7 @@ class Finished:
 
     @property
     def run_dir(self) -> Path:
+        """The run directory that the checkpoint is in."""
         return self.checkpoint.parent.parent
 
     def in_order(self, world_size: int) -> "Finished":

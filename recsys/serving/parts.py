@@ -69,6 +69,7 @@ class Parts:
 
     @property
     def is_done(self) -> bool:
+        """Whether all blocks are written."""
         return self.done == len(self.rows)
 
     def write(self, world: World, lock: RunLock, tables_of: Callable[[int], Iterator[pa.Table]]) -> None:

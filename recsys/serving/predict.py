@@ -158,6 +158,9 @@ def scored(
 
     Args:
         show: called with the number of rows that are done on all ranks.
+
+    Raises:
+        UserError: a kept column has the name of a result.
     """
     kept, rows = KeptColumns(loader, columns), 0
     for output in outputs_of(opened.inputs, opened.model, loader):
@@ -204,7 +207,10 @@ class KeptColumns:
 
 
 def scores_of_rows(opened: OpenRun) -> Results:
-    """Return a function from the outputs of the model to a table of its predictions."""
+    """Return a function from the outputs of the model to a table of its predictions, a column of floats for each.
+
+    It raises a UserError for predictions of another shape than one number a row.
+    """
     model = opened.model.module.dense.model
 
     def results(output: StepOutput) -> pa.Table:

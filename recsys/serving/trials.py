@@ -237,12 +237,12 @@ class Trials:
         return lengths
 
     def gradients(self, compression: Compression) -> dict[str, np.ndarray]:
-        """Return the `importances` of rows by table."""
+        """Return the `importances` of rows, float32 [rows] by table."""
         self._apply(compression)
         return importances(self._opened.inputs, self._opened.model.module)
 
     def neuron_gradients(self, compression: Compression) -> dict[str, np.ndarray]:
-        """Return the `neuron_importances` by layer."""
+        """Return the `neuron_importances`, float32 [width] by layer."""
         self._apply(compression)
         return neuron_importances(self._opened.inputs, self._opened.model.module, self.layers)
 
