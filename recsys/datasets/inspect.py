@@ -40,26 +40,30 @@ def main(parser: Parser, arguments: Sequence[str]) -> int:
         prepare_output(words.out, "--out")
         if words.out.exists():
             raise UserError(f"--out: '{words.out}' already exists; name another file, or remove it")
-    paths = _paths(words.data, words.valid)
-    files = LogFiles("DATA", paths["train"])
-    columns = survey(files)
-    rows = max(column.num_rows for column in columns.values())
-    if not rows:
-        raise UserError(f"DATA: there are no rows in {', '.join(paths['train'])}")
-    label, of_items = None, []
-    if "items" in paths and words.label is None:
-        of_items = LogFiles("DATA", paths["items"]).open(0).leaves
-    else:
-        label = label_of(columns, words.label)
-    uses = uses_of(columns, label, files)
-    print(f"{', '.join(paths['train'])}: {rows:,} rows\n\n{_table(columns, uses)}\n")
-    text = config_of(columns, uses, label, paths, of_items)
+    text = _proposed(_paths(words.data, words.valid), words.label)
     if words.out is None:
         print(text, end="")
         return 0
     write_output(words.out, text)
     print(f"{words.out}: read it, then `recsys dry-run {words.out}` and `recsys train {words.out}`")
     return 0
+
+
+def _proposed(paths: Mapping[str, Sequence[str]], label_text: str | None) -> str:
+    """Print a table of the columns of data.train, and return a config for them."""
+    files = LogFiles("DATA", paths["train"])
+    columns = survey(files)
+    rows = max(column.num_rows for column in columns.values())
+    if not rows:
+        raise UserError(f"DATA: there are no rows in {', '.join(paths['train'])}")
+    label, of_items = None, []
+    if "items" in paths and label_text is None:
+        of_items = LogFiles("DATA", paths["items"]).open(0).leaves
+    else:
+        label = label_of(columns, label_text)
+    uses = uses_of(columns, label, files)
+    print(f"{', '.join(paths['train'])}: {rows:,} rows\n\n{_table(columns, uses)}\n")
+    return config_of(columns, uses, label, paths, of_items)
 
 
 def _paths(data: Sequence[str], valid: Sequence[str] | None) -> dict[str, Sequence[str]]:
