@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import sys
 import time
 import warnings
@@ -19,6 +20,7 @@ from recsys.runtime.live import bar, clock, live_line
 logger = logging.getLogger("recsys")
 
 _DRAWN_EVERY_S = 0.2
+_LIBRARIES = ("torch", "torchrec", "fbgemm_gpu", "tensordict", "torchmetrics", "pyvers")  # whose notices are silenced
 
 
 def start_logging(folder: Path, rank: int) -> Path:
@@ -94,12 +96,20 @@ class _LogFile(_Losing, logging.FileHandler):
 
 
 def quiet_libraries() -> None:
-    """Silence the notices that torch and torchrec print at import."""
-    warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics|pyvers)(\..*)?$")
-    # This filter is on the root logger, because torchrec's planner logs there directly.
-    logging.getLogger().addFilter(lambda record: record.levelno >= logging.ERROR)
+    """Silence the notices of torch, torchrec and the packages that they use, and nothing that other code logs."""
+    warnings.filterwarnings("ignore", module=rf"({'|'.join(_LIBRARIES)})(\..*)?$")
+    # On the root logger, because the planner of torchrec logs there. It is added once, however often this is called.
+    logging.getLogger().addFilter(_is_no_notice)
     for name in ("torchrec", "torch.fx", "torch.distributed", "torch.distributed.checkpoint", "torch.onnx"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _is_no_notice(record: logging.LogRecord) -> bool:
+    """Return False for a message of a library, by the file that it comes from, unless it is an error."""
+    if record.levelno >= logging.ERROR:
+        return True
+    folders = (sys.modules[name].__path__[0] for name in _LIBRARIES if name in sys.modules)
+    return not record.pathname.startswith(tuple(f"{folder}{os.sep}" for folder in folders))
 
 
 def to_json(values: Any, indent: int | None = None) -> str:

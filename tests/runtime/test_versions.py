@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torchrec
 from launch import ROOT
 
 import recsys
@@ -14,6 +15,7 @@ from recsys import errors
 from recsys.errors import UserError
 from recsys.runtime import versions
 from recsys.runtime.environment import prepare_environment
+from recsys.runtime.logs import quiet_libraries
 
 CPU = {
     "torch": "2.13.0+cpu",
@@ -170,6 +172,19 @@ def test_what_fbgemm_says_of_its_own_version_is_not_shown(caplog, monkeypatch):
     logging.warning("\033[33m\n_fbgemm_torch_compat_table has no entry for 1.6.0 of FBGEMM")
     logging.warning("FBGEMM_GPU version is 1.6.0, which is not guaranteed to be compatible")
     assert [record.msg[:10] for record in caplog.records] == ["FBGEMM_GPU"]
+
+
+def test_notices_of_libraries_are_silenced_and_messages_of_other_code_are_not(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "filters", [])
+    caplog.set_level(logging.WARNING)
+    for _ in range(3):
+        quiet_libraries()
+    for level in ("warning", "error"):
+        call = compile(f"logging.{level}('{level} of torchrec')", torchrec.__file__, "exec")
+        exec(call, {"logging": logging})  # at the root logger, as torchrec's planner does
+    logging.warning("mine")
+    assert [record.msg for record in caplog.records] == ["error of torchrec", "mine"]
+    assert len(logging.getLogger().filters) == 1
 
 
 def test_installed_versions(pretend):
