@@ -2,7 +2,8 @@
 
 `baselines.py data/gowalla --k 20` reads what `recsys prepare retrieval` has written. If a row of train is an
 interaction, not a user with a list, `--user` names the column of users. If rows are users with lists in the order of
-time, there is another baseline: the items that came right after the user's last item in other lists.
+time, there is another baseline: the items that came right after the user's last item in other lists. If people choose
+items again, `--with-seen` ranks what they had before as well, and has another baseline: just that, most frequent first.
 """
 
 import argparse
@@ -66,6 +67,15 @@ def followers(lists: pa.ChunkedArray, corpus: pa.Array) -> Scores:
     return lambda last: (after @ last.T).T
 
 
+def most_frequent_of(train: torch.Tensor) -> Scores:
+    """Return the function from all items that users had to how often they had them; equal counts: most popular first.
+
+    `train` is a sparse matrix [users, items] of how often each has each.
+    """
+    counts = torch.sparse.sum(train, dim=0).to_dense()
+    return lambda has: has + counts / (counts.max() + 1)
+
+
 def last_of(lists: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return the last item of each list, as a list with one item or none."""
     return pa.chunked_array([pa.array([each[-1:] for each in lists.to_pylist()], lists.type)])
@@ -78,6 +88,7 @@ def evaluate(score: Scores, queries: dict[str, torch.Tensor], k: int) -> dict[st
         chosen = torch.arange(start, min(start + 500, len(queries["targets"])))
         history, seen, targets = (queries[name].index_select(0, chosen).to_dense() for name in queries)
         best = score(history).masked_fill(seen > 0, -torch.inf).topk(k).indices
+        targets = targets.clamp(max=1)  # an item that occurs twice counts once, as in training
         hits, number = targets.gather(1, best).double(), targets.sum(1).double()
         ideal = discounts.cumsum(0)[number.clamp(1, k).long() - 1]
         has_targets = number > 0
@@ -95,6 +106,7 @@ def main() -> None:
     parser.add_argument("--item", default="item_id", help="column of data/items")
     parser.add_argument("--part", default="test", choices=("valid", "test"))
     parser.add_argument("--k", type=int, default=20)
+    parser.add_argument("--with-seen", action="store_true", help="rank what users had, as data.seen_column=null does")
     parser.add_argument("--l2", type=float, default=500.0, help="of EASE^R, to be chosen on --part valid")
     arguments = parser.parse_args()
     for folder in ("train", arguments.part, "items"):
@@ -107,12 +119,19 @@ def main() -> None:
             parser.error(f"{flag}: there is no column '{column}', only {', '.join(table.column_names)}")
     corpus = items[arguments.item].combine_chunks()
     queries = {name: matrix(part[name], corpus) for name in ("history", "seen", "targets")}
+    had = queries["seen"]
+    if arguments.with_seen:
+        queries["seen"] = torch.zeros_like(had)
     lists = lists_of_train(train, arguments.user, arguments.item)
     functions = scorers(matrix(lists, corpus), arguments.l2)
     results = {name: evaluate(score, queries, arguments.k) for name, score in functions.items()}
     if arguments.item not in train.column_names:
         queries["history"] = matrix(last_of(part["history"]), corpus)
         results["next items"] = evaluate(followers(lists, corpus), queries, arguments.k)
+    if arguments.with_seen:
+        results["items had before"] = evaluate(
+            most_frequent_of(matrix(lists, corpus)), {**queries, "history": had}, arguments.k
+        )
     print(json.dumps(results, indent=1))
 
 

@@ -99,6 +99,7 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
     with replacing(out, marker, overwrite) as folder:
         write_retrieval(folder, log, split, last, options.history, options.train_rows, options.neighbours)
         write_users(folder / "users", log, options.history)
+    _tell_left_out(len(table), len(log.user))
     _tell_repeats(log, split)
 
 
@@ -134,6 +135,16 @@ def _tokenized(table: pa.Table, names: Sequence[str]) -> pa.Table:
     for place, name in enumerate(table.column_names):
         table = table.set_column(place, name, tokenize(table[name], name)) if name in names else table
     return table
+
+
+def _tell_left_out(num_rows: int, num_kept: int) -> None:
+    """Print how many rows were left out because their user had the item before."""
+    if repeated := num_rows - num_kept:
+        print(
+            f"note: {repeated:,} of {num_rows:,} rows have an item that their user has in another row, too, and are "
+            f"left out. If people choose items again, --train-rows users keeps these rows, for models that read lists",
+            file=sys.stderr,
+        )
 
 
 def _tell_repeats(log: Log, split: np.ndarray) -> None:

@@ -1,5 +1,6 @@
 """benchmarks/baselines.py: rows of train that are interactions give what users with lists give; next items."""
 
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,6 +27,25 @@ def test_items_that_came_next_are_counted_within_lists_alone() -> None:
     last = matrix(last_of(queries), corpus).to_dense()
     assert last.tolist() == [[1, 0, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1]]
     assert followers(lists, corpus)(last).tolist() == [[0, 2, 1], [0, 0, 0], [1, 0, 0], [0, 0, 0]]
+
+
+def test_items_had_before_are_ranked_by_how_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """3 was had most often, and 2 is more popular than 1; a target that occurs twice counts once."""
+    lists = {"history": [[3, 1, 3, 2], [2, 2]]}
+    queries = {"history": [[3, 1, 3, 2], [2, 2]], "seen": [[3, 1, 3, 2], [2, 2]], "targets": [[3, 2, 3], [4]]}
+    for name, columns in (("train", lists), ("test", queries), ("items", {"sku": [1, 2, 3, 4]})):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table(columns), tmp_path / name / "a.parquet")
+    results = {}
+    for words in ([], ["--with-seen"]):
+        monkeypatch.setattr("sys.argv", ["baselines.py", str(tmp_path), "--item", "sku", "--k", "2", *words])
+        main()
+        results[bool(words)] = json.loads(capsys.readouterr().out)
+    assert results[True]["items had before"]["recall@2"] == 0.5 == results[True]["items had before"]["ndcg@2"]
+    assert results[True]["popularity"]["recall@2"] == 0.5  # 2 and 3
+    assert "items had before" not in results[False]
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,8 @@ def test_targets_that_were_there_before_are_told(
         again = sum(target in row["seen"] for row in queries for target in row["targets"])
         assert (f"note: {again} of {len(queries)} targets of {name} are items that" in said) == (rows_of == "users")
         assert (again > 0) == (rows_of == "users")
+    repeated = sum(len(items) - len(set(items)) for items in lists.values())
+    assert (f"note: {repeated} of 96 rows have an item" in said) == (rows_of == "interactions") and repeated
 
 
 @pytest.mark.parametrize("history", [2, 3, 4, 100])
