@@ -9,10 +9,11 @@ ID = re.compile(
 ID_OF_FEW_ROWS = re.compile(
     r"(?i)(^|_)(session|impression|request|visit|basket|order|invoice|transaction)s?(_?(id|uuid|key|no|number))?$"
 )
+SHOWN_AT = re.compile(r"(?i)(^|_)(position|pos|slot|rank)$")
 WEIGHT = re.compile(r"(?i)(^|_)weights?$")
 TIME = re.compile(r"(?i)(^|_)ts$|day$|hour|month|year|time|date")
 _MEASURE = re.compile(
-    "ms|msec|millis|milliseconds|secs?|seconds|minutes|hours|days|since|durations?|length|elapsed|spent|dwell|latency"
+    "ms|msec|millis|milliseconds|secs?|seconds|mins?|minutes|hours|days|since|durations?|length|elapsed|spent|dwell|latency"
     "|played|watch|watched|listened|distance|km|meters|prices?|costs?|amount|revenue|spend|income|salary|budget|balance"
     "|discount|counts?|num|qty|quantity|size|bytes|kb|mb|width|height|score"
 )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from recsys.datasets.logs import LogFiles
-from recsys.datasets.proposal import Use, config_of, label_of, shown, uses_of
+from recsys.datasets.proposal import Use, config_of, label_of, uses_of
 from recsys.datasets.survey import Column, survey
 from recsys.errors import UserError
 from recsys.runtime.arguments import Parser
@@ -83,8 +85,29 @@ def _table(columns: Mapping[str, Column], uses: Mapping[str, Use]) -> str:
     for name, column in columns.items():
         nulls = f"{column.num_nulls / max(1, column.num_rows):.2%}" if column.num_nulls else "0"
         use = uses[name].kind if uses[name].kind != "none" else f"none: {uses[name].why}"
-        rows.append((name, str(column.dtype), nulls, f"{column.num_distinct:,}", shown(column), use))
+        rows.append((name, str(column.dtype), nulls, f"{column.num_distinct:,}", _shown(column), use))
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+def _shown(column: Column) -> str:
+    """Return what the values of a column are, in a few words."""
+    if column.least is None:
+        return ""
+    ends = [_value(end) for end in (column.least, column.greatest)]
+    values = " … ".join(dict.fromkeys(ends))
+    if column.is_list:
+        lengths = column.lengths
+        mean = lengths @ range(len(lengths)) / max(1, lengths.sum())
+        values += f"; {lengths.nonzero()[0][0]:,} to {len(lengths) - 1:,} in a row, {mean:.1f} in the mean"
+    return values
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool | float):
+        return f"{value:.4g}" if isinstance(value, float) else str(value).lower()
+    text = value.isoformat(" ", "seconds") if isinstance(value, datetime) else str(value)
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return text if len(text) <= 25 else f"{text[:24]}…"

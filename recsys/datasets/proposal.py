@@ -149,6 +149,8 @@ def _use(column: Column) -> Use:
         return Use("none", "an id of a few rows that belong together, and new rows have other ids")
     if column_names.TIME.search(column.name):
         return Use("id", "leave it out if it grows with time")
+    if not is_text(column.element) and column_names.SHOWN_AT.search(column.name):
+        return Use("id", "rows to be scored have no place in a list yet? hidden: 0.1, see data/README.md")
     if not is_text(column.element) and column.num_distinct > 1000 and not column_names.ID.search(column.name):
         return Use("id", "if these are numbers: {type: float, log1p: true}, and no table")
     return Use("id")
@@ -179,27 +181,6 @@ def _is_measured(column: Column) -> bool:
 
 def _is_binary(column: Column) -> bool:
     return not column.is_list and column.is_whole and (column.least, column.greatest) == (0, 1)
-
-
-def shown(column: Column) -> str:
-    """Return what the values of a column are, in a few words."""
-    if column.least is None:
-        return ""
-    ends = [_value(end) for end in (column.least, column.greatest)]
-    values = " … ".join(dict.fromkeys(ends))
-    if column.is_list:
-        lengths = column.lengths
-        mean = lengths @ range(len(lengths)) / max(1, lengths.sum())
-        values += f"; {lengths.nonzero()[0][0]:,} to {len(lengths) - 1:,} in a row, {mean:.1f} in the mean"
-    return values
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool | float):
-        return f"{value:.4g}" if isinstance(value, float) else str(value).lower()
-    text = value.isoformat(" ", "seconds") if isinstance(value, datetime) else str(value)
-    text = "".join(letter if letter.isprintable() else "?" for letter in text)
-    return text if len(text) <= 25 else f"{text[:24]}…"
 
 
 def config_of(

@@ -198,13 +198,16 @@ def test_ids_of_a_few_rows_and_columns_that_say_much_of_the_label_are_told(tmp_p
     log = {"session_id": np.arange(ROWS) // 5, "user": draw.integers(0, 99, ROWS), "clicked": label.astype(np.int8)}
     log["skipped"] = (label == 0) & (draw.random(ROWS) < 0.8)  # AUC .9
     log["shift"] = log["user"] % 3
+    log["position"], log["duration_ms"] = draw.integers(1, 6, ROWS), draw.integers(90_000, 400_000, ROWS)
     pq.write_table(pa.table(log), tmp_path / "a.parquet")
     found = inspect(tmp_path, str(tmp_path / "a.parquet"), "--label", "clicked")
-    assert set(found["features"]) == {"user", "skipped", "shift"}
+    assert set(found["features"]) == {"user", "skipped", "shift", "position", "duration_ms"}
+    assert found["features"]["duration_ms"] == {"type": "float", "log1p": True}
     text = (tmp_path / "my.yaml").read_text()
     assert "  # session_id: an id of a few rows" in text
     assert re.search(r"\n  skipped: {type: float} # it says much of the label \(AUC 0\.(89|90|91)", text)
     assert "  shift: {table: shift} # 3 ids\n" in text
+    assert "  position: {table: position} # 5 ids; rows to be scored have no place in a list yet? hidden: 0.1" in text
 
 
 @pytest.mark.parametrize(
