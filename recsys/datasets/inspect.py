@@ -55,7 +55,7 @@ def _proposed(paths: Mapping[str, Sequence[str]], label_text: str | None) -> str
     """Print a table of the columns of data.train, and return a config for them."""
     files = LogFiles("DATA", paths["train"])
     columns = survey(files)
-    rows = max(column.num_rows for column in columns.values())
+    rows = max((column.num_rows for column in columns.values()), default=0)
     if not rows:
         raise UserError(f"DATA: there are no rows in {', '.join(paths['train'])}")
     label, of_items = None, []

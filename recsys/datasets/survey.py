@@ -50,7 +50,7 @@ class Column:
         dtype: a type that holds the values of all files, as Parquet has it; null without values.
         problem: why it cannot be read; None: it can be.
         is_in_all: no file lacks it.
-        num_rows, num_nulls: how many rows were added, and how many of these have no value.
+        num_rows, num_nulls: how many rows were added (of a column with a problem, all), and how many have no value.
         num_odd: values that are NaN or infinite; what follows does not count them.
         values: counter of distinct values.
         least, greatest: of the values; None if there are none, or if their type has no order.
@@ -207,14 +207,16 @@ def survey(files: LogFiles) -> dict[str, Column]:
 
     A column that a file lacks is null in its rows. Raises UserError if a file cannot be read.
     """
-    dtypes, leaves = defaultdict[str, Counter[pa.DataType]](Counter), dict[str, None]()
+    dtypes, leaves, num_rows = defaultdict[str, Counter[pa.DataType]](Counter), dict[str, None](), 0
     for file in files:
+        num_rows += sum(map(file.num_rows, range(file.num_row_groups)))
         leaves |= dict.fromkeys(file.leaves)
         for name in file.names:
             dtypes[name][file.dtype(name)] += 1
     columns = {name: _column(name, list(dtypes[name])) for name in leaves}
     for name, column in columns.items():
         column.is_in_all = dtypes[name].total() == len(files)
+        column.num_rows = 0 if column.problem is None else num_rows
     _read([column for column in columns.values() if column.problem is None], files)
     return columns | _split(columns, files)
 

@@ -157,6 +157,22 @@ def test_mistakes_are_told(tmp_path: Path, words: list[str], says: str) -> None:
         inspect(tmp_path, str(tmp_path), *words)
 
 
+@pytest.mark.parametrize(
+    ("columns", "words", "says"),
+    [
+        ({}, [], "there are no rows in"),
+        ({"of": pa.array([[("a", 1)]] * 5, pa.map_(pa.string(), pa.int64()))}, [], "not clear: none hold 0 and 1"),
+        ({"of": pa.array([[("a", 1)]] * 5, pa.map_(pa.string(), pa.int64()))}, ["--label", "one"], "only of"),
+    ],
+)
+def test_a_log_without_a_column_that_is_read_is_told(
+    columns: dict[str, pa.Array], words: list[str], says: str, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=says):
+        inspect(tmp_path, str(tmp_path), *words)
+
+
 def test_folders_that_prepare_writes_are_taken_as_they_are(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     item = pa.array([f"i{n}" for n in draw.integers(0, 30, 500)])
