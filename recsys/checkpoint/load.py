@@ -126,7 +126,9 @@ def _initial_rows(tensors: Mapping[str, LocalTensor], rows_of: Callable[[str], n
     kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for name, local in tensors.items():
         rows = rows_of(name)
-        for shard in local.shards if len(rows) else ():
+        if not len(rows):
+            continue
+        for shard in local.shards:
             first, stop = shard.offsets[0], shard.offsets[0] + shard.tensor.shape[0]
             own = torch.from_numpy(rows[(rows >= first) & (rows < stop)] - first).to(shard.tensor.device)
             kept.append((shard.tensor.detach(), own, shard.tensor.detach()[own].cpu()))

@@ -231,7 +231,10 @@ class Checkpoints:
         """
         self.folder.mkdir(exist_ok=True)
         for path in self.folder.glob("*.tmp"):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
         for path in self.folder.glob(refused_of(self.folder / "*").name):
             if needed > shutil.disk_usage(self.folder).free:
                 shutil.rmtree(path, ignore_errors=True)
@@ -242,10 +245,13 @@ class Checkpoints:
 
 def _is_saved(final: Path) -> bool:
     """Return whether there is a readable checkpoint of a step, whose tensors are then the same."""
+    if not final.exists():
+        return False
     try:
-        return final.exists() and bool(Marker.read(final))
+        Marker.read(final)
     except UserError:
         return False
+    return True
 
 
 def _file_bytes(local: LocalTensor) -> int:

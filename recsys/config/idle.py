@@ -63,7 +63,9 @@ def idle_settings(config: Config) -> list[str]:
 
 
 def _idle(path: str, section: Any, deciding: Mapping[str, tuple[str, tuple[Any, ...]]]) -> Iterator[str]:
-    for field in (field for field in dataclasses.fields(section) if field.name in deciding):
+    for field in dataclasses.fields(section):
+        if field.name not in deciding:
+            continue
         other, values = deciding[field.name]
         own, decides = (plain(getattr(section, key)) for key in (field.name, other))
         is_read = decides in values if values else bool(decides)

@@ -146,7 +146,7 @@ def roomier_caches(config: Config, change: Change) -> Iterator[Change]:
     """Yield variants of a change with larger caches for the tables it moves to host memory, the largest first."""
     moved = [key.split(".")[1] for key, value in change.settings.items() if value is ComputeKernel.fused_uvm_caching]
     config = with_changes(config, [change])
-    for share in _SHARES if moved else ():
+    for share in _SHARES:
         names = [name for name in moved if config.tables[name].cache_load_factor < share]
         if names:
             yield _with_caches(change, names, share)

@@ -52,7 +52,10 @@ def whole_folder(out: Path, argument: str = "OUT", replaces: bool = False) -> It
 def _clear(folder: Path) -> None:
     """Remove everything in a folder except its lock."""
     for path in beside_lock(folder):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _sync_all(folder: Path) -> None:

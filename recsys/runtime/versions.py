@@ -74,7 +74,10 @@ def exit_unless_installed(*names: str) -> None:
         names: packages that the script needs; empty: all that a run needs, in versions that fit each other.
     """
     try:
-        _check_installed(*names) if names else check_versions()
+        if names:
+            _check_installed(*names)
+        else:
+            check_versions()
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -51,9 +51,10 @@ class SGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         """Update the parameters that have gradients; arguments as for PyTorch's `step`, which is called."""
         for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in trained if group["momentum"] else ():
-                if self.state[parameter].get("momentum_buffer") is None:
+            if not group["momentum"]:
+                continue
+            for parameter in group["params"]:
+                if parameter.grad is not None and self.state[parameter].get("momentum_buffer") is None:
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
         return super().step(closure)
 

@@ -272,6 +272,8 @@ def _place(plan: ShardingPlan, world: World) -> None:
     """Put this rank's device into the plan: torchrec's planner counts a machine's GPUs, but a rank may see only one."""
     for module in plan.plan.values():
         for sharding in module.values():
-            for shard in sharding.sharding_spec.shards if sharding.sharding_spec is not None else ():
+            if sharding.sharding_spec is None:  # of a replicated table
+                continue
+            for shard in sharding.sharding_spec.shards:
                 if shard.placement.rank() == world.rank:
                     shard.placement = _remote_device(f"rank:{world.rank}/{world.device}")

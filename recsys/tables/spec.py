@@ -1,6 +1,5 @@
 """Tables in torchrec's terms, and initial weights that depend on (seed, table, row, column) alone."""
 
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -78,7 +77,9 @@ def build_embeddings(config: Config) -> tuple[EmbeddingBagCollection | None, lis
         if name not in by_id
     ]
     unpooled: dict[int, list[EmbeddingConfig]] = {}
-    for name in (name for name in config.tables if name in by_id):
+    for name in config.tables:
+        if name not in by_id:
+            continue
         collection = unpooled.setdefault(config.tables[name].embedding_dim, [])
         collection.append(EmbeddingConfig(**_settings(config, name, features[name])))
     weighted = has_weighted_ids(config)
@@ -148,4 +149,4 @@ def fill_initial(shard: torch.Tensor, row_offset: int, column_offset: int, seed:
             fill(start)
         return
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        deque(threads.map(fill, starts), maxlen=0)
+        list(threads.map(fill, starts))  # also raises the errors of the threads

@@ -93,7 +93,9 @@ class _Lookups:
 
     def mark(self) -> None:
         """Mark what has been looked up."""
-        for marks in self._all_rows if self._waiting else ():
+        if not self._waiting:
+            return
+        for marks in self._all_rows:
             marks.fill_(True)
         for feature, marks in enumerate(self._marks):
             for rows, bounds in self._waiting:

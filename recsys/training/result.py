@@ -88,7 +88,9 @@ def _data_report(inputs: Inputs, state: TrainState) -> dict[str, Any]:
 def _use_of_experts(config: Config, ids: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
     """Return the ids looked up in training, and their share, by table with experts and by expert."""
     use = {}
-    for name in (name for name, table in config.tables.items() if table.experts):
+    for name, table in config.tables.items():
+        if table.experts is None:
+            continue
         lookups = {
             expert: sum(report["ids"] for feature, report in ids.items() if config.features[feature].table == expert)
             for expert in expert_tables(config, name)

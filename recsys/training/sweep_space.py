@@ -190,7 +190,9 @@ class Space:
                 continue  # the word that caused it is found below
         choices = self._checked()
         for place, words in enumerate(choices):
-            for word in (word for word in words if word not in fitting):
+            for word in words:
+                if word in fitting:
+                    continue
                 try:
                     configs.append(_first_that_loads(load, [*choices[:place], [word], *choices[place + 1 :]]))
                 except UserError as error:
@@ -201,7 +203,9 @@ class Space:
         """Return, for each key, `key=value` of the choices of a list, or of both ends of a range and the value behind
         the first, if it has steps: what a key allows of the two, it allows of all, such as multiples of 4."""
         checked = self.bounds()
-        for key in (key for key, text in self.texts.items() if not isinstance(text, list)):
+        for key, text in self.texts.items():
+            if isinstance(text, list):
+                continue
             low, high, how = checked[key]
             step = how if isinstance(how, int | float) else 1 if isinstance(low, int) else high - low
             second = _last_step(low, low + step, step)
