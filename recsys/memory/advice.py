@@ -42,6 +42,7 @@ class Advice:
 
     @property
     def first_is_enough(self) -> bool:
+        """Whether memory is missing, and would not be with the first offer."""
         return bool(self.missing and self.offers) and not self.offers[0].missing
 
     def lines(self) -> list[str]:

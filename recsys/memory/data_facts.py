@@ -32,8 +32,8 @@ class _Held(NamedTuple):
     """Rows of a dataset that a loader has in windows.
 
     Attributes:
-        rows: the most at once. largest: those of the largest window. read: those of all windows that it makes, with
-            some of them again if there are further epochs.
+        rows: the most at once. largest: rows of the largest window. read: rows of all windows that it makes; those of a
+            window that is made again in a further epoch count again.
     """
 
     rows: int

@@ -11,9 +11,10 @@ from recsys.tables.bytes import TableBytes
 
 _ID_BYTES = 8  # of an id that is a number
 _COUNTED_BYTES = 16  # of a distinct id, without its text
-# For each distinct id of a table, besides its count: while texts are merged and chosen, 125 to 150 were measured, not
-# counting two copies of a text. Numbers need most while they are merged: 33 for keys, sums and counts, and the hash
-# table, which is at most 3/4 full and has half as many slots beside it while it grows; 20 of a slot were measured.
+# Bytes needed while a vocabulary is made, in addition to the counts. Of a distinct text, while texts are merged and
+# chosen: 125 to 150 were measured, without two copies of the text. Of a distinct number, while numbers are merged, when
+# they need most: its key, sum and count. Of a slot of the hash table in which they are merged, which is at most 3/4
+# full; the table that it grows from, with half as many slots, is included, and 20 were measured.
 _TEXT_CHOICE_BYTES, _NUMBER_MERGE_BYTES, _MERGE_SLOT_BYTES = 140, 33, 20
 
 

@@ -98,7 +98,7 @@ def dense_update_bytes(dense: Any, config: Config) -> int:
 def measure_dense(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, slices: Iterable[torch.Tensor] | None = None
 ) -> Bytes:
-    """Return the measured bytes of a model's parameters, gradients and optimizer state; the optimizer may have others.
+    """Return the measured bytes of a model's parameters, their gradients, and their state in an optimizer.
 
     Args:
         slices: the parts of the parameters that this rank's optimizer trains; default: all of them.

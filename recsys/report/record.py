@@ -79,6 +79,7 @@ class Record:
 
     @cached_property
     def config_text(self) -> str:
+        """Text of config.yaml; empty if there is none."""
         path = self.folder / "config.yaml"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -95,6 +96,7 @@ class Record:
 
     @property
     def name(self) -> str:
+        """Value of `run.name`, otherwise the name of the folder."""
         return str(self.config.get("run.name") or self.folder.name)
 
     @property
@@ -151,6 +153,7 @@ class Record:
 
     @cached_property
     def step(self) -> int:
+        """The last step that any file of the run knows."""
         last = self.memory[0]["identity"]["step"] if self.memory else 0
         saved = (int(name.removeprefix("step-")) for name, _, _ in self.checkpoints)
         return max([last, self.figures.step, *saved])

@@ -1,4 +1,4 @@
-"""Shared parts of command lines: parser, argument types, common options, and how a mistake ends a command."""
+"""Parts of command lines: parser, argument types, options of commands, and how a mistake ends a command."""
 
 import argparse
 import json
@@ -23,12 +23,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
+    """Parse a whole number above 0.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
     return int(text)
 
 
 def bounds(text: str) -> tuple[int, ...]:
+    """Parse whole numbers above 0, separated by commas; return them distinct and ascending."""
     return tuple(sorted(set(map(positive, text.split(",")))))
 
 

@@ -1,5 +1,7 @@
 """The loops of `recsys.runtime.loops` for numba to compile: one call for a whole column, without Python's lock.
 
+The functions there that have the same names describe the arguments.
+
 Functions that they call are module-level: numba caches compiled code on disk, and the next process would not find the
 code of a loop that calls a local function.
 """

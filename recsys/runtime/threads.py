@@ -25,7 +25,7 @@ def computing_threads(wanted: int | None, device: torch.device, local_world_size
 
 @contextmanager
 def computed_by_one_thread() -> Iterator[None]:
-    """Let this process compute with one thread, beside another one that writes: OpenMP's would spin on its core."""
+    """Let this process compute with one thread while another one writes: threads of OpenMP would spin on its core."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

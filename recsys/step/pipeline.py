@@ -38,9 +38,11 @@ class GatedOptimizer:
         self._optimizer, self._dense_half = optimizer, dense_half
 
     def zero_grad(self) -> None:
+        """Drop the gradients of the dense part."""
         self._dense_half.zero_grad()
 
     def step(self) -> None:
+        """Update the dense part, unless the step was skipped; collective if its optimizer is sharded."""
         if self._dense_half.skipped:
             return
         if self._dense_half.is_bad is not None:  # fused optimizers then skip the step on the device

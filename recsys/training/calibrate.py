@@ -33,9 +33,9 @@ from recsys.training.device_speeds import measure_operators
 from recsys.training.trainer import Trainer
 
 _TRAINED_S = 0.8  # seconds of a training, after the warm-up
-_WARM_STEPS, _LINES = 12, 5  # of a training; lines that it logs
+_WARM_STEPS, _LINES = 12, 5  # steps between two lines of the warm-up; lines of the training that count
 _ROWS_FILE = "part-0.parquet"
-_ROWS, _NUM_IDS, _LENGTH, _MOST_IDS = 131_072, 16, 10, 1e6
+_ROWS, _NUM_IDS, _LENGTH, _MOST_IDS = 131_072, 16, 10, 1e6  # rows, columns of ids, mean ids of a list, distinct ids
 
 
 def calibrate(out: Path, device: Device, num_threads: int | None) -> int:

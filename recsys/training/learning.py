@@ -146,7 +146,11 @@ def _kept_ids(
         where = f", {evicted} of them in rows of evicted ids" if evicted else ""
         logger.info(
             "table %s: ids that keep their rows: %d, new ones: %d%s; num_embeddings allows %d new ones",
-            *(name, stay, new, where, room),
+            name,
+            stay,
+            new,
+            where,
+            room,
         )
         if kept[name].num_left_out and name not in overflowing:
             text = "table %s is full: new ids that share the rows of num_buckets: %d; %s"

@@ -27,6 +27,7 @@ class Tried:
 
     @property
     def mean(self) -> float:
+        """Mean of the metric over the seeds; only of a trial that has values."""
         return statistics.mean(self.values)
 
     def told(self) -> str:
