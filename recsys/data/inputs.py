@@ -73,26 +73,29 @@ class Inputs:
 
     Args:
         corpus: raw ids of all items in the order of their positions, for a retrieval model with `data.items`.
-        facts: what was measured on data.train; None before that, when only types and values are checked.
 
     Attributes:
+        facts: what was measured on data.train; None before that, when only types and values are checked.
         statistics: by feature, what this rank has counted about the ids of data.train.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        datasets: dict[str, Dataset],
-        corpus: pa.Array | None,
-        world: World,
-        facts: Facts | None = None,
-    ) -> None:
-        self.config, self.datasets, self.corpus, self.world, self.facts = config, datasets, corpus, world, facts
+    def __init__(self, config: Config, datasets: dict[str, Dataset], corpus: pa.Array | None, world: World) -> None:
+        self.datasets, self.corpus, self.world = datasets, corpus, world
         # Made once for all roles, because an index of many ids takes time and memory.
+        self._positions = None if corpus is None else _index_of_items(config, datasets, corpus)
+        self._set(config, None)
+
+    def _set(self, config: Config, facts: Facts | None) -> None:
+        self.config, self.facts = config, facts
         self._mappings = {table: _mapping(config, table, facts) for table in config.tables}
         self._routes = build_routes(config.tables, self._mappings)
-        self._positions = None if corpus is None else _index_of_items(config, datasets, corpus)
         self.statistics = {name: IdStatistics() for name in id_features(config)}
+
+    def learned(self, config: Config, facts: Facts) -> "Inputs":
+        """Return inputs with facts of the data and a config that follows them; both share the index of items."""
+        other = copy(self)
+        other._set(config, facts)
+        return other
 
     def beside(self, known: Path, roles: Sequence[str] = (), given: Sequence[Given] = ()) -> "Inputs":
         """Return inputs that have further datasets, and share mappings and facts with these; collective.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -166,8 +167,9 @@ def fit_inputs(inputs: Inputs) -> tuple[Inputs, list[Change]]:
     for change in changes:
         kept = "" if change.saver is None else f"; memory.allow has {change.saver.name}: THIS CHANGES WHAT IS LEARNED"
         logger.warning("memory.fit: %s (%s%s)", change, change.cost, kept)
-    changed = with_changes(config, changes)
-    return Inputs(changed, inputs.datasets, inputs.corpus, world, inputs.facts), changes
+    fitted = copy(inputs)  # no change touches an index of ids, and a second one would take memory
+    fitted.config = with_changes(config, changes)
+    return fitted, changes
 
 
 def _fitting_changes(inputs: Inputs, topology: Topology) -> list[Change]:

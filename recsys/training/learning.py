@@ -62,7 +62,7 @@ def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> 
         world.from_rank_zero(lambda: _compare_files(tables, facts))
     sized = {name: replace(table, num_embeddings=_num_rows(name, table, facts)) for name, table in tables.items()}
     config = replace(config, tables={**config.tables, **sized})
-    learned = Inputs(config, inputs.datasets, inputs.corpus, world, facts)
+    learned = inputs.learned(config, facts)
     if rows is not None:
         facts = learned.facts = _with_row_counts(learned, facts, rows)
     # A resumed run keeps its files as they are, since its checkpoints hold their checksums.
