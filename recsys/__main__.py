@@ -241,6 +241,7 @@ def report(arguments: Sequence[str], command: str) -> int:
     parser.add_argument("--out", metavar="FILE", type=Path, help="page; default: RUN/report.html, or ./compare.html")
     with mistakes_told():
         words = parser.parse_args(arguments)
+        exit_unless_installed("omegaconf")
         from recsys.report.compare import compare
         from recsys.report.page import write_report
 

@@ -20,6 +20,10 @@ REPORTED = ("torch", "torchrec", *FBGEMM, "pyarrow", "omegaconf", "numpy")
 FIRST_MINOR, LAST_MINOR = 6, 9
 TORCH_MINOR_OFFSET = 5
 
+# The first versions that work. With older ones a run ended in a traceback: numpy 1.26 has no `bitwise_count`, pyarrow
+# 20 no `arrow_extensions_enabled` of a ParquetFile, omegaconf 2.3 no `max_yaml_expanded_nodes`.
+OLDEST = {"numpy": (2, 0), "pyarrow": (21, 0), "omegaconf": (2, 4)}
+
 SETUP = "`bash scripts/setup.sh` installs matching versions (without a clone: the wheel's extra cpu or cuda)"
 
 
@@ -58,6 +62,7 @@ def check_versions() -> None:
     versions = installed_versions()
     fbgemm = [name for name in FBGEMM if name in versions]
     _check_installed("torch", "torchrec", *(fbgemm or FBGEMM[:1]), *PLAIN)
+    _check_not_too_old(*PLAIN)
     if len(fbgemm) == 2:
         raise UserError(
             f"fbgemm-gpu {versions['fbgemm-gpu']} and fbgemm-gpu-cpu {versions['fbgemm-gpu-cpu']} are both "
@@ -68,16 +73,16 @@ def check_versions() -> None:
 
 
 def exit_unless_installed(*names: str) -> None:
-    """End a script with a sentence if packages are missing, before it imports them.
+    """End a script with a sentence if packages are missing or too old, before it imports them.
 
     Args:
-        names: packages that the script needs; empty: all that a run needs, in versions that fit each other.
+        names: packages that the script needs; none: all that a run needs, in versions that fit each other.
     """
     try:
-        if names:
-            _check_installed(*names)
-        else:
+        if not names:
             check_versions()
+        _check_installed(*names)
+        _check_not_too_old(*names)
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
 
@@ -89,6 +94,21 @@ def _check_installed(*names: str) -> None:
         verb = "is" if len(missing) == 1 else "are"
         alone = "" if missing != ["torchrec"] else _torchrec_alone(_version("fbgemm-gpu-cpu"))
         raise UserError(f"{shown} {verb} not installed for {sys.executable}; {SETUP}{alone}")
+
+
+def _check_not_too_old(*names: str) -> None:
+    have = {name: _version(name) for name in names if name in OLDEST}
+    if old := [name for name, version in have.items() if version and _is_older(version, OLDEST[name])]:
+        oldest = _join([f"{name} {'.'.join(map(str, OLDEST[name]))}" for name in old])
+        raise UserError(
+            f"{_join([f'{name} {have[name]}' for name in old])} {'is' if len(old) == 1 else 'are'} too old for this "
+            f"program, which needs {oldest} or later; {SETUP}"
+        )
+
+
+def _is_older(version: str, oldest: tuple[int, int]) -> bool:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return match is not None and (int(match[1]), int(match[2])) < oldest
 
 
 def _torchrec_alone(fbgemm_cpu: str | None) -> str:

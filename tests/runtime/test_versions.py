@@ -1,5 +1,6 @@
 import ast
 import logging
+import os
 import platform
 import subprocess
 import sys
@@ -59,6 +60,7 @@ GOOD = {
     "oldest": {**CUDA, "torch": "2.11.0+cu130", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0+cu130"},
     "newest": {**CUDA, "torch": "2.14.1", "torchrec": "1.9.2", "fbgemm-gpu": "1.9.0"},
     "vendor's build": {**CUDA, "torch": "2.13.0a0+ecf3bae40a.nv26.08"},
+    "oldest of what is not torch's": {**CPU, "numpy": "2.0.0", "pyarrow": "21.0.0", "omegaconf": "2.4.0.dev1"},
     "development": {
         **CUDA,
         "torch": "2.14.0.dev20261001+cu130",
@@ -86,6 +88,16 @@ BAD = {
     "a set of torch alone": (
         {**without(CPU, "omegaconf"), "psutil": "", "xxhash": ""},
         ["omegaconf and psutil and xxhash are not installed"],
+    ),
+    "omegaconf of long ago": (
+        {**CPU, "omegaconf": "2.3.0"},
+        ["omegaconf 2.3.0 is too old for this program, which needs omegaconf 2.4 or later;"],
+    ),
+    "old numpy and pyarrow": (
+        {**CPU, "numpy": "1.26.4", "pyarrow": "20.0.0"},
+        [
+            "numpy 1.26.4 and pyarrow 20.0.0 are too old for this program, which needs numpy 2.0 and pyarrow 21.0 or",
+        ],
     ),
     "no fbgemm": (
         without(CPU, "fbgemm-gpu-cpu"),
@@ -236,6 +248,21 @@ def test_a_command_without_a_package_that_it_imports(package: str, command: str)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     said = f"error: the Python package '{package}' is not installed; `bash scripts/setup.sh` installs all (without a"
     assert done.returncode == 1 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "command"), [("omegaconf", "2.3.0", "report runs/a"), ("pyarrow", "20.0.0", "prepare csv")]
+)
+def test_a_command_with_a_package_that_is_too_old(package: str, version: str, command: str, tmp_path: Path) -> None:
+    metadata_folder = tmp_path / f"{package}-{version}.dist-info"
+    metadata_folder.mkdir()
+    (metadata_folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    run = [sys.executable, "-m", "recsys", *command.split()]
+    done = subprocess.run(
+        run, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {package} {version} is too old for this program, which needs {package} ")
 
 
 def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
