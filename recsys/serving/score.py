@@ -330,7 +330,7 @@ def as_table(rows: Any) -> pa.Table:
     """Return an Arrow table of an Arrow table or batch, a dict of columns or a data frame."""
     try:
         rows = {name: _values(name, values) for name, values in rows.items()} if isinstance(rows, dict) else rows
-        return pa.table(rows)
+        return rows if isinstance(rows, pa.Table) else pa.table(rows)
     except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
         allowed = "an Arrow table or batch, a dict of columns or a data frame, numbers from 2**63 on as uint64"
         raise ExportError(f"rows are of type {type(rows).__name__}, and may be {allowed}: {error}") from error
