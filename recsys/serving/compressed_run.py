@@ -43,7 +43,7 @@ def begin_folder(out: Path, lock: RunLock) -> None:
         for path in chain.from_iterable(map(out.glob, _WRITTEN)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     if any(path.name != _UNFINISHED for path in beside_lock(out)):
-        raise UserError(f"OUT: '{out}' is not empty; name another folder, or remove it")
+        raise UserError(f"OUT: '{out}' is not empty; name another folder")
     (out / _UNFINISHED).touch()
 
 

@@ -99,17 +99,17 @@ class Parts:
             self.progress.done = sum(self.rows[: self.done]) + min(rows, self.rows[self.done])
 
     def _done_before(self) -> int:
-        remedy = "name another folder, or remove it"
         try:
             content = json.loads((self.folder / _STATE).read_text())
         except (OSError, ValueError):
             content = None
         if misfit(content, _SHAPE) or not 0 <= content["done"] <= len(content["rows"]):
-            raise UserError(f"'{self.folder}' is not empty, but holds nothing to resume; {remedy}")
+            raise UserError(f"'{self.folder}' is not empty, but holds nothing to resume; name another folder")
         task = content["task"]
         differing = [key for key in {**self.task, **task} if self.task.get(key) != task.get(key)]
         if differing or content["rows"] != self.rows:
             what = ", ".join(differing) or "rows"
+            remedy = "name another folder, or remove it"
             raise UserError(f"'{self.folder}' was written from something else (other {what}); {remedy}")
         return int(content["done"])
 

@@ -49,6 +49,8 @@ def open_space(
         raise UserError(f"--out: '{out}' holds a run; name another folder")
     refuse_own_keys((word.partition("=")[0] for word in overrides), "config key ")
     space = Space.parse(words)
+    if not Path(config).is_file():
+        load_config(config)  # which says so, not of a value of the space
     configs = space.loaded(lambda words: load_config(config, [*overrides, *words, *OF_TRIALS]))
     chosen = metric or configs[0].train.early_stop.metric or configs[0].model.metric_names(configs[0])[0]
     for loaded in configs:

@@ -201,7 +201,7 @@ def test_a_folder_whose_state_was_edited_is_refused(tmp_path: Path) -> None:
     whole = json.loads(path.read_text())
     for key, value in STATES:
         path.write_text(json.dumps({**whole, key: value}))
-        with RunLock() as lock, pytest.raises(UserError, match="is not empty, but holds nothing to resume"):
+        with RunLock() as lock, pytest.raises(UserError, match=r"holds nothing to resume; name another folder$"):
             Parts.begin(tmp_path / "out", {"data": "a"}, [3], lock)
     path.write_text(json.dumps(whole))
     with RunLock() as lock:

@@ -116,6 +116,11 @@ def test_mistakes(tmp_path: Path) -> None:
         assert said in sweep(tmp_path, *words, status=1)
 
 
+def test_a_config_that_is_no_file_is_no_mistake_of_the_space(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^config file '.*' is a folder, not a file"):
+        open_space(str(tmp_path), [], [RATE], tmp_path / "out", None)
+
+
 def opened(out: Path, *space: str, trials: int = 1, by_bytes: bool = False) -> Sweep:
     config = f"{ROOT}/{CONFIG}"
     searched, metric = open_space(config, SHORT, space, out, None)
