@@ -113,6 +113,11 @@ def _wanted_columns(options: LogOptions) -> list[str]:
             "--valid and --test are a split by themselves, as are --valid-where and --test-where, --split-column, and "
             "--hold-out; give one of them"
         )
+    if options.train_rows != "interactions" and options.history < 2:
+        raise UserError(
+            f"--history {options.history} leaves one item of each list of --train-rows {options.train_rows}, and "
+            f"nothing that follows it; it must be at least 2"
+        )
     if options.neighbours and options.train_rows != "users":
         raise UserError("--neighbours are those of a user's list of items; it goes with --train-rows users")
     columns = [options.user, options.item, *filter(None, [options.time])]

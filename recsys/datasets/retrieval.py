@@ -163,7 +163,8 @@ def write_retrieval(
         last: held-out rows are later than the rows of their user in train, and histories hold what came before.
         most: items of a history.
         rows_of: what a row of train is for: "interactions"; "users", with the history of all their items; or "windows",
-            the same with several rows for a user with more items than `most`. The latter two have at least two items.
+            the same with several rows for a user with more items than `most`. The latter two have at least two items,
+            and so must `most`.
         num_neighbours: number of neighbours to write for each item of such a history.
 
     Raises:
@@ -205,7 +206,7 @@ def _lists_of_users(log: Log, train: Timeline, is_cut: bool, num_neighbours: int
             "no user has 2 items in train, as many as --train-rows users and windows take of each; take in more rows, "
             "or give --train-rows interactions"
         )
-    step = max(1, train.most - 1)
+    step = train.most - 1
     rows = -(-(counts - 1) // step) if is_cut else np.ones_like(counts)
     user, ends = user.repeat(rows), train.starts(user + 1).repeat(rows)
     from_last = rows.cumsum().repeat(rows) - 1 - np.arange(len(user))

@@ -129,6 +129,10 @@ def test_advice_on_rows_keeps_the_condition_of_where(tmp_path: Path) -> None:
         (LogOptions("who", "what", "who"), "column 'who' is named twice"),
         (LogOptions("who", "what", hold_out="random"), "no user has 10 different items"),
         (LogOptions("who", "what", where="what != 'a'", train_rows="users"), "no user has 2 items in train, as many"),
+        (
+            LogOptions("who", "what", train_rows="windows", history=1),
+            "--history 1 leaves one item of each list of --train-rows windows, and nothing that follows it; it must be",
+        ),
         (LogOptions("who", "what", where="age > 9"), "--where: no row of INPUT matches 'age > 9'"),
     ],
 )
