@@ -220,7 +220,7 @@ def _expand_remote(key: str, storage: Storage, name: str) -> list[_File]:
         return files
     if not glob.has_magic(name):
         raise UserError(f"config key '{key}': '{name}' does not exist{_near(storage, name)}")
-    fixed = name[: re.search(r"[*?[]", name).start()].rpartition("/")[0]  # type: ignore[union-attr]
+    fixed = re.split(r"[*?[]", name, maxsplit=1)[0].rpartition("/")[0]
     pattern = _parts(name, fixed)
     files = [file for file in _listing(storage, fixed) if _is_match(_parts(file.name, fixed), pattern)]
     if not files:

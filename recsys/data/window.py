@@ -190,11 +190,14 @@ class _Conversion:
     def columns(self) -> Columns:
         """Return all rows added, shuffled into the order of the window."""
         self._convert_pending()
-        bad = np.zeros(self._rows, np.bool_) if self._bad else None
-        for rows in self._bad:
-            bad[rows] = True  # type: ignore[index]
-            self._floats[:, rows] = 0  # with weight 0, so that they change nothing
-            self._vectors[rows] = 0
+        bad = None
+        if self._bad:
+            bad = np.zeros(self._rows, np.bool_)
+            for rows in self._bad:
+                bad[rows] = True
+                self._floats[:, rows] = 0  # with weight 0, so that they change nothing
+                self._vectors[rows] = 0
+            bad = bad if self._permutation is None else bad[self._permutation]
         features = [self._finished(i) for i in range(len(self._parts))]
         ids, lists = features[: len(self._spec.ids)], features[len(self._spec.ids) :]
         return Columns(
@@ -204,7 +207,7 @@ class _Conversion:
             lists,
             self._shuffled(self._floats),
             self._shuffled_rows(self._vectors),
-            bad if bad is None or self._permutation is None else bad[self._permutation],
+            bad,
         )
 
     def _array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
