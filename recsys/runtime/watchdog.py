@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import IO
 
 from recsys.config.schema import RunConfig
 from recsys.errors import LostPeerError, StuckError, end_run
+from recsys.runtime.signals import ending_orderly
 from recsys.runtime.world import DEFAULT_TIMEOUT_S, FAILURE_KEY, World, announce, open_world
 
 _KEY = "watchdog"
@@ -35,7 +36,8 @@ _LONGEST_PAUSE_S = 30.0  # between two looks for ranks that do not answer
 def open_run_world(run: RunConfig, watches: bool = True) -> Iterator[tuple[World, "Watchdog"]]:
     """Open the world as section `run` of a config says, see `open_world`, and watch whether other ranks answer.
 
-    Collectives wait longer than a rank may go without progress, so that a stuck rank is named before they time out.
+    Collectives wait longer than a rank may go without progress, so that a stuck rank is named before they time out. On
+    a single process, SIGTERM raises a TerminatedError inside the block, so that locks and temporary files are removed.
 
     Args:
         watches: false with a debugger, which stops this process.
@@ -43,6 +45,8 @@ def open_run_world(run: RunConfig, watches: bool = True) -> Iterator[tuple[World
     timeout_s = max(DEFAULT_TIMEOUT_S, run.stuck_after_s + _LEAD_S)
     with (
         open_world(run.device, run.num_threads, timeout_s) as world,
+        # Of several ranks, one that waits for another in a collective would not notice the signal: they end at once.
+        ending_orderly() if world.world_size == 1 else nullcontext(),
         Watchdog(world, run.stuck_after_s if watches else math.inf) as watchdog,
     ):
         yield world, watchdog

@@ -136,6 +136,14 @@ def interrupted_scores() -> None:
     predict_module.scored = interrupted
 
 
+def terminated_scores() -> None:
+    def terminated(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(9)
+
+    predict_module.scored = terminated
+
+
 def interrupted_export() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     export_module._Export.write = interrupted  # type: ignore[method-assign]
@@ -151,9 +159,9 @@ def terminated_export() -> None:
 
 def test_an_interrupted_prediction_ends_in_a_line_and_goes_on(run: Path, tmp_path: Path) -> None:
     words = ("predict", run, ROOT / "data/sample/test", tmp_path / "out")
-    said = recsys(*words, status=130, before=interrupted_scores)
-    assert said == "interrupted; the same command goes on with OUT"
-    assert not list((tmp_path / "out").glob(f"{LOCK_FILE}*"))
+    for before, status, how in ((interrupted_scores, 130, "interrupted"), (terminated_scores, 143, "ended by SIGTERM")):
+        assert recsys(*words, status=status, before=before) == f"{how}; the same command goes on with OUT"
+        assert not list((tmp_path / "out").glob(f"{LOCK_FILE}*"))
     recsys(*words)
     assert pq.read_table(tmp_path / "out").num_rows == 500 and not list((tmp_path / "out").glob(f"{LOCK_FILE}*"))
 

@@ -74,6 +74,19 @@ def fail_in_last_lines(folder: Path) -> None:
     run.closing_lines = closing_lines  # type: ignore[assignment]
 
 
+def end_before_the_model_is_built(folder: Path) -> None:
+    """Let a run get SIGTERM before its first step."""
+    tempfile.tempdir = str(folder)
+    run.build_model = lambda _: os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_is_ended_before_its_first_step_leaves_no_lock_and_no_temporary_files(tmp_path: Path) -> None:
+    before = partial(end_before_the_model_is_built, tmp_path)
+    done = fork_train(CONFIG, f"run.dir={tmp_path}/run", before=before)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (143, "ended by SIGTERM")
+    assert not (tmp_path / "run" / ".lock").exists() and not [*tmp_path.glob("tmp*")]
+
+
 def test_ranks_that_wait_for_the_results_end_in_a_sentence(tmp_path: Path) -> None:
     options = (f"run.dir={tmp_path}/run", "train.max_steps=2", "data.valid=null", "data.test=null")
     done = fork_train(CONFIG, *options, nproc=3, before=partial(fail_in_last_lines, tmp_path))
