@@ -39,7 +39,7 @@ from recsys.serving.predict import (
     scores_of_rows,
 )
 from recsys.serving.score import ExportError, as_table, stored
-from recsys.training.run import new_run_dir
+from recsys.training.run_dir import new_run_dir
 
 _TORCHRUN = """from recsys.runtime.launch import end_with_parent
 from torch.distributed.run import main

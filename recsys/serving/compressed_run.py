@@ -25,7 +25,7 @@ from recsys.runtime.run_lock import RunLock, beside_lock
 from recsys.serving.neurons import narrower, without_neurons
 from recsys.serving.trials import Compression, Pruning, Trials, sharding_by_id
 from recsys.training.learning import facts_entries
-from recsys.training.run import MARKER
+from recsys.training.run_dir import MARKER
 
 _UNFINISHED = ".unfinished"  # marks the folder of a run that is being written
 _WRITTEN = ("logs", "distill-*", "config.yaml", "checkpoints", FACTS, FOOTERS, MARKER, "compression.*", "*.tmp")

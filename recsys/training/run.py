@@ -1,4 +1,4 @@
-"""A run from its config to its result: makes the run directory, trains, evaluates, reports."""
+"""A run from its config to its result: opens its data and its directory, trains, evaluates, reports."""
 
 import shutil
 import time
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from recsys.checkpoint import FACTS, FOOTERS, Source, find_checkpoint, find_source
-from recsys.config import Config, config_text, idle_settings
+from recsys.checkpoint import FOOTERS, Source, find_source
+from recsys.config import Config, idle_settings
 from recsys.config.device import check_device, repeated_decoding
 from recsys.config.meaning import refuse_differences
 from recsys.data.checks import doubts
@@ -23,14 +23,13 @@ from recsys.memory import Timeline
 from recsys.memory.advice import Explained, fit_inputs, limit_memory
 from recsys.memory.levers import Change
 from recsys.memory.page import describe_plan, few_lines
-from recsys.memory.report import DRY_RUN_JSON, DRY_RUN_PAGE, SCHEMA_VERSION, write_rank
-from recsys.report.page import PAGE, reported
-from recsys.report.trackers import TENSORBOARD, import_trackers, open_writers
-from recsys.runtime.checkpoint_folders import MARKER as CHECKPOINT
+from recsys.memory.report import SCHEMA_VERSION, write_rank
+from recsys.report.page import reported
+from recsys.report.trackers import import_trackers, open_writers
 from recsys.runtime.environment import give_unused_back
-from recsys.runtime.files import cannot_write, copy_files, replace_file, unused_folder
+from recsys.runtime.files import copy_files, replace_file
 from recsys.runtime.logs import logger, quiet_libraries, start_logging, to_json
-from recsys.runtime.run_lock import RunLock, beside_lock
+from recsys.runtime.run_lock import RunLock
 from recsys.runtime.watchdog import Watchdog, open_run_world
 from recsys.runtime.world import World
 from recsys.tables.shard import save_plan
@@ -41,14 +40,10 @@ from recsys.training.learning import learn_facts
 from recsys.training.memory_log import MemoryLog
 from recsys.training.result import asked_of, closing_lines, how_to_go_on, is_finished, run_result
 from recsys.training.resume import check_files
+from recsys.training.run_dir import prepare_run_dir, saved_text
 from recsys.training.taught import with_scores
 from recsys.training.trainer import Trainer
 
-_WRITTEN = (
-    *("config.yaml", "plan.json", "loaded.json", "metrics.jsonl", "result.json", "memory", "checkpoints", "logs"),
-    *(PAGE, TENSORBOARD, "mlflow.json", "wandb.json", FACTS, FOOTERS, "bad_steps", "evaluations", "profile"),
-)
-MARKER = ".recsys-run"
 _RUN_DIR = "run_dir"  # key of the run directory in the launch's store,
 _LOCK = "run_lock"  # and of the lock of its last start
 _SNAPSHOT_ENTRIES = 200_000  # the last allocations and frees, with their stacks
@@ -87,7 +82,7 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
         with RunLock() as lock, reported(world.rank == 0) as report_in, Explained(config, world, timeline) as explained:
             known = Path(config.run.dir) / FOOTERS if config.run.dir and config.run.resume else None
             explained.inputs = inputs = open_inputs(config, world, footers, known)
-            run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config, lock, earlier))
+            run_dir = world.from_rank_zero(lambda: prepare_run_dir(config, lock, earlier))
             report_in(run_dir)
             check_shared(run_dir, lock, world)
             if world.rank == 0:
@@ -133,7 +128,7 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
     explained.folder = run_dir / "memory"
     explained.write = partial(_write_unbuilt, explained.folder, world)
     inputs, changes = _settle(opened, session, source)
-    text = _saved_text(inputs.config, config)
+    text = saved_text(inputs.config, config)
     if source is not None and source.goes_on:
         if world.from_rank_zero(lambda: is_finished(run_dir, source, inputs, text)):
             told = "done at step %d already, and nothing more is asked for, such as train.epochs above %d: %s"
@@ -242,108 +237,3 @@ def _write_unbuilt(folder: Path, world: World, status: str, sections: dict[str, 
     content = {"schema_version": SCHEMA_VERSION, "identity": {"rank": world.rank, "status": status}, **sections}
     with suppress(OSError):  # so that the failure itself is reported
         write_rank(folder, content)
-
-
-def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) -> Path:
-    """Make the run directory and lock it, refuse or clear an earlier run in it, and save the config there.
-
-    Only a folder with a marker file is ever cleared.
-    """
-    run_dir = Path(config.run.dir) if config.run.dir else new_run_dir(config)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        # A copy of a run may lack the marker, which is hidden; resuming clears nothing.
-        goes_on = config.run.resume and any(run_dir.glob(f"checkpoints/step-*/{CHECKPOINT}"))
-        is_run = (run_dir / MARKER).exists() or goes_on
-        if not is_run and any(map(_is_of_others, beside_lock(run_dir))):
-            raise UserError(f"config key 'run.dir': '{run_dir}' is not empty and holds no run; name another folder")
-        lock.take(run_dir, earlier)
-        if is_run and not config.run.resume:
-            _clear(run_dir, config)
-        (run_dir / MARKER).touch()
-        (run_dir / "checkpoints").mkdir(exist_ok=True)
-        if not goes_on:  # otherwise after the config is checked against the checkpoint
-            replace_file(run_dir / "config.yaml", _saved_text(config, config))
-    except OSError as error:
-        raise cannot_write("run.dir", run_dir, error) from error
-    return run_dir
-
-
-def new_run_dir(config: Config) -> Path:
-    """Make a run directory named after the run and the time, if the config names none.
-
-    Raises:
-        UserError: it cannot be made, or the run is to resume, which is impossible in a new one.
-    """
-    if config.run.resume:
-        raise UserError(
-            "config key 'run.resume' continues the run in run.dir, which is not set, so a new run would start each "
-            "time; name it, such as run.dir=runs/mine"
-        )
-    try:
-        return unused_folder(Path(f"runs/{config.run.name or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"))
-    except OSError as error:
-        raise cannot_write("run.dir", Path("runs"), error) from error
-
-
-def _is_of_others(path: Path) -> bool:
-    """Return whether a folder without a run holds more than a dry run with this run.dir leaves there."""
-    if path.name != "memory" or not path.is_dir():
-        return True
-    return any(file.name not in (DRY_RUN_PAGE, DRY_RUN_JSON) for file in path.iterdir())
-
-
-def _saved_text(config: Config, asked: Config) -> str:
-    """Return the text of config.yaml: the config, except for num_embeddings, which are as the user set them.
-
-    Vocabularies may need fewer rows so far, and grow in another run.
-    """
-    bounds = {name: table.num_embeddings for name, table in asked.tables.items()}
-    tables = {name: replace(table, num_embeddings=bounds[name]) for name, table in config.tables.items()}
-    # How to treat an earlier run is set at each start, and is no property of the run.
-    settings = replace(config.run, resume=False, overwrite=False)
-    return config_text(replace(config, tables=tables, run=settings))
-
-
-def _clear(run_dir: Path, config: Config) -> None:
-    # A run that ended before its first step has nothing worth keeping.
-    metrics = run_dir / "metrics.jsonl"
-    trained = any(run_dir.glob("checkpoints/step-*")) or (metrics.exists() and metrics.stat().st_size > 0)
-    if trained and not config.run.overwrite:
-        raise UserError(
-            f"config key 'run.dir': '{run_dir}' holds an earlier run; add run.resume=true to continue it, or "
-            f"run.overwrite=true to replace it"
-        )
-    _check_sources(run_dir, config)
-    paths = [run_dir / name for name in _WRITTEN]
-    if linked := next((path for path in paths if path.is_symlink() and path.is_dir()), None):
-        raise UserError(
-            f"config key 'run.dir': '{linked}' of the earlier run is a link to '{linked.readlink()}', which is not "
-            f"followed; remove the link (and its target, if nothing else needs it), or name another folder"
-        )
-    for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _check_sources(run_dir: Path, config: Config) -> None:
-    """Refuse sources of a run that do not exist, or lie in the run directory, which is about to be cleared.
-
-    Raises:
-        UserError: names the key; nothing is cleared.
-    """
-    train = config.train
-    sources = {"train.init_from": train.init_from, "run.plan": config.run.plan}
-    sources |= {f"train.init.from_parquet.{table}": path for table, path in train.init.from_parquet.items()}
-    sources |= {f"tables.{name}.vocabulary": table.vocabulary for name, table in config.tables.items()}
-    sources |= {f"tables.{name}.kept_rows": table.kept_rows for name, table in config.tables.items()}
-    for key, path in sources.items():
-        if path is not None and Path(path).resolve().is_relative_to(run_dir.resolve()):
-            raise UserError(
-                f"config key '{key}': '{path}' lies in run.dir '{run_dir}', which run.overwrite=true would remove "
-                f"before it is read; name another run.dir"
-            )
-    if train.init_from is not None:
-        find_checkpoint(train.init_from)

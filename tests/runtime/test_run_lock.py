@@ -21,7 +21,7 @@ from recsys.config import load_config
 from recsys.errors import UserError
 from recsys.runtime import run_lock
 from recsys.runtime.run_lock import LOCK_FILE, RunLock
-from recsys.training.run import _prepare_run_dir
+from recsys.training.run_dir import prepare_run_dir
 
 OTHER = {"host": "far", "pid": 7, "user": "me", "since": "2026-11-01 00:00:00", "boot": "another", "id": "1"}
 NO_LAUNCH = {"slurm_job": None, "slurm_restarts": 0, "torchrun": None}
@@ -295,7 +295,7 @@ def test_a_second_run_leaves_the_first_alone(tmp_path: Path) -> None:
             time.sleep(0.1)
         for option in ("run.resume=true", "run.overwrite=true", "run.resume=false"):
             with pytest.raises(UserError, match=f"process {first.pid} of"), RunLock() as lock:
-                _prepare_run_dir(load_config(ROOT / arguments[0], [*arguments[1:], option]), lock)
+                prepare_run_dir(load_config(ROOT / arguments[0], [*arguments[1:], option]), lock)
     finally:
         stop.touch()
         output, errors = first.communicate(timeout=120)

@@ -22,14 +22,14 @@ from recsys.runtime.world import open_world
 from recsys.step.optim import build_dense_optimizer
 from recsys.training.build import build_model
 from recsys.training.evaluation import EvaluationStopped, evaluate_dataset
-from recsys.training.run import _prepare_run_dir
+from recsys.training.run_dir import prepare_run_dir
 
 SAMPLE = ROOT / "configs" / "dlrm_sample.yaml"
 
 
 def prepare(config: Config) -> Path:
     with RunLock() as lock:
-        return _prepare_run_dir(config, lock)
+        return prepare_run_dir(config, lock)
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
