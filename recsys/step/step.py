@@ -276,7 +276,7 @@ class DenseHalf(nn.Module):
             return model(vectors, rows.floats)
         with torch.autocast(rows.floats.device.type, self.autocast):
             outputs = model(vectors, rows.floats)
-        return outputs.float() if isinstance(outputs, torch.Tensor) else tuple(output.float() for output in outputs)
+        return _in_fp32(outputs) if isinstance(outputs, torch.Tensor) else tuple(map(_in_fp32, outputs))
 
 
 class TrainStep(nn.Module):
@@ -315,6 +315,10 @@ class TrainStep(nn.Module):
         """Whether torchrec looks up some table."""
         pooled = self.embeddings is not None and self.local is None
         return pooled or len(self.local_by_id) < len(self.embeddings_by_id)
+
+
+def _in_fp32(output: torch.Tensor) -> torch.Tensor:
+    return output.float() if output.is_floating_point() else output  # whole numbers may be more than FP32 can hold
 
 
 def ignore_phase(phase: str, step: int | None = None) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from launch import ROOT
 from torch import nn
@@ -34,13 +35,15 @@ class Several(Model):
 
     def losses(self, outputs: Any, batch: Any) -> dict[str, torch.Tensor]:
         scores, whole, fixed, _ = outputs  # the last of them is not read
+        assert (scores.dtype, whole.dtype) == (torch.float32, torch.int64)
         return {"all": (scores * (whole + fixed)).sum() * scores.sum()}
 
 
-def test_micro_batches_give_the_gradients_of_the_whole_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("autocast", "precision"), [("none", 1e-6), ("bf16", 0.02)])
+def test_micro_batches_give_the_gradients_of_the_whole_batch(autocast: str, precision: float, tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text(f"base: {ROOT}/configs/dlrm_sample.yaml\nmodel: {{name: {__name__}.Several}}")
-    config, gradients = load_config(path), []
+    config, gradients = load_config(path, [f"precision.autocast={autocast}"]), []
     with open_world(Device.cpu, 1):
         for bounds in ((0, 8), (0, 3, 8)):
             dense = build_dense_half(config, lambda: (torch.zeros(0), 0))
@@ -53,4 +56,4 @@ def test_micro_batches_give_the_gradients_of_the_whole_batch(tmp_path: Path) -> 
             gradients.append(dense.model.layer.weight.grad)
             del dense
     assert gradients[0].any()
-    torch.testing.assert_close(gradients[0], gradients[1])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=precision, atol=precision)
