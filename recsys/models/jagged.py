@@ -51,7 +51,7 @@ class Lists:
             starts[longest_first[first : first + number]] = start + length * np.arange(number)
             first, start = first + number, start + number * length
         arrays = row, lengths[row] - 1 - place, starts[row] + place
-        row_of_id, from_end, places = (torch.from_numpy(array).to(device) for array in arrays)
+        row_of_id, from_end, places = (to_device(array, device) for array in arrays)
         return Lists(row_of_id, from_end, places, buckets)
 
     def attend(self, qkv: torch.Tensor, num_heads: int, attention: Attention = softmax_attention) -> torch.Tensor:
@@ -99,6 +99,12 @@ def host_lengths(lengths: torch.Tensor, num_ids: int) -> np.ndarray:
         ends = np.linspace(0, 1, len(lengths) + 1) ** 2 * num_ids
         return np.diff(ends.round().astype(np.int64))
     return lengths.cpu().numpy().astype(np.int64)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return an array as a tensor on a device; from page-locked memory, so that the host does not wait for a GPU."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _buckets(lengths: np.ndarray) -> list[tuple[int, int]]:

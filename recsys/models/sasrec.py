@@ -21,7 +21,7 @@ from recsys.models.columns import take_rows
 from recsys.models.dropout import RowDropout
 from recsys.models.halves import PartByPart, sum_of_rows
 from recsys.models.items import barred_scores
-from recsys.models.jagged import Lists, PaddedLists, host_lengths
+from recsys.models.jagged import Lists, PaddedLists, host_lengths, to_device
 from recsys.models.products import add_products, product_over_rows
 from recsys.models.retrieval import ListConfig, ListModel, pieces
 from recsys.models.sequence_layers import HSTU, Block
@@ -115,8 +115,8 @@ class SASRec(ListModel, PartByPart):
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return vectors of users and of items, each [rows, dim].
 
-        In training, return for each id of the lists the state after it and its vector, each [ids, dim], and the vectors
-        of items, [rows, dim].
+        In training, return for each id of the lists the state after it and its vector, each [ids, dim], the vectors of
+        items, [rows, dim], and in host memory the lengths of the lists, [rows], so that the loss does not ask a GPU.
         """
         history, items = vectors[self.config.history], vectors[self.config.item_id]
         lengths, values = history.lengths(), history.values()
@@ -129,7 +129,8 @@ class SASRec(ListModel, PartByPart):
                 parts = list(self._of_parts(values, on_host))
                 if self.list_dropout.p:
                     values = _joined([vectors_of_part for vectors_of_part, _ in parts])
-                return _joined([states for _, states in parts]), values, self.item_dropout(items)
+                states = _joined([states for _, states in parts])
+                return states, values, self.item_dropout(items), torch.from_numpy(on_host)
             lists = Lists.of(on_host, items.device)
         states = self._states(values, lists)
         # The vector of an empty list is 0.
@@ -175,12 +176,11 @@ class SASRec(ListModel, PartByPart):
         return states
 
     def losses(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> dict[str, torch.Tensor]:
-        states, vectors, items = outputs
-        jagged = batch.ids[self.config.history]
-        lengths = host_lengths(jagged.lengths(), len(states))
+        states, vectors, items, length_of_list = outputs
+        jagged, lengths = batch.ids[self.config.history], host_lengths(length_of_list, len(states))
         ends = np.cumsum(lengths)
-        inputs = torch.from_numpy(np.delete(np.arange(len(states)), ends[lengths > 0] - 1)).to(states.device)
-        rows = torch.from_numpy(np.repeat(np.arange(len(lengths)), np.maximum(lengths - 1, 0))).to(states.device)
+        inputs = to_device(np.delete(np.arange(len(states)), ends[lengths > 0] - 1), states.device)
+        rows = to_device(np.repeat(np.arange(len(lengths)), np.maximum(lengths - 1, 0)), states.device)
         start, *negatives = self.drawn(items, batch)
         positives = take_rows(vectors, inputs + 1), jagged.values()[inputs + 1]
         listed = None

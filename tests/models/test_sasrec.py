@@ -307,7 +307,7 @@ def test_the_loss_by_hand(
     with open_world():
         settings = {"loss": loss, "exclude_listed": exclude_listed}
         model = model_of(**settings, sampled_negatives=5, num_items=12, calibration=0.5)
-        result = model.losses((states, vectors, items), batch)[loss.name]
+        result = model.losses((states, vectors, items, lengths[:9]), batch)[loss.name]
         gradients = torch.autograd.grad(3 * result, (states, vectors, items))
         assert model.denominator(batch).item() == 4
     torch.testing.assert_close(result, expected)

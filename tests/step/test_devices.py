@@ -1,4 +1,5 @@
-"""No operator of training or of an evaluation takes a tensor of the device and one of the host's memory.
+"""No operator of a whole run takes a tensor of the device and one of the host's memory; for models see
+`tests/models/test_pretended_gpu.py`.
 
 No GPU is needed. What would lie on one is marked by its storage: what a rank copies there, weights, and what is made of
 marked tensors or for their device. Asked for its device a marked tensor says cuda:0, so that the code takes a GPU's
@@ -14,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from launch import must_train
-from retrieval import write_retrieval
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,13 +26,6 @@ from recsys.training.trainer import Trainer
 
 CUDA, PLACE = torch.device("cuda", 0), torch.device("cpu", 0)
 SAMPLE = "configs/dlrm_sample.yaml"
-SEQUENCES = """
-data: {train: DIR/train.parquet, valid: DIR/valid.parquet, items: DIR/items.parquet}
-features: {history: {table: item, max_length: 5}, item: {table: item}}
-tables: {item: {num_embeddings: 500, embedding_dim: 8}}
-model: {name: sasrec, history: history, item_id: item, dim: 8, max_length: 4, dropout: 0.1, sampled_negatives: 16}
-train: {global_batch_size: 64}
-"""
 
 
 class Marked:
@@ -150,14 +143,9 @@ MUCH = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param("ranker", marks=pytest.mark.slow), "much", "towers", "sequences"])
-def test_no_operator_takes_tensors_of_both(name: str, tmp_path: Path) -> None:
-    config, options = SAMPLE, MUCH if name == "much" else ()
-    if name in ("towers", "sequences"):
-        config = str(write_retrieval(tmp_path))
-    if name == "sequences":
-        Path(config).write_text(SEQUENCES.replace("DIR", str(tmp_path)))
+@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.slow), MUCH], ids=["plain", "much"])
+def test_no_operator_takes_tensors_of_both(options: tuple[str, ...], tmp_path: Path) -> None:
     short = (f"run.dir={tmp_path}/run", "train.max_steps=3", "run.num_threads=1", *options)
-    must_train(config, *short, before=pretend)
+    must_train(SAMPLE, *short, before=pretend)
     mixed, num_on_device = json.loads((tmp_path / "run/mixed.json").read_text())
     assert mixed == [] and num_on_device > 300
