@@ -32,7 +32,9 @@ class IdCounter:
         Raises:
             UserError, TypeError: the type is another; or numbers follow texts, or the reverse.
         """
-        if ids.null_count or pa.types.is_dictionary(ids.type):  # a dictionary may have null among its values
+        if pa.types.is_dictionary(ids.type) and ids.dictionary.null_count:
+            ids = ids.dictionary.take(ids.indices)  # up to 25, pyarrow counts ids whose value is null as valid
+        if ids.null_count:
             ids = ids.filter(ids.is_valid())
         keys = keys_of_one_kind(ids)
         values = keys.texts if len(keys.texts) else _wide(keys.numbers)

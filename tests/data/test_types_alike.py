@@ -114,7 +114,7 @@ def test_tables_are_not_taken_for_ids_of_another_kind(tmp_path: Path) -> None:
 def test_integers_of_one_file_go_with_decimals_of_another(
     integer: pa.DataType, kind: pa.DataType, is_first: bool, tmp_path: Path
 ) -> None:
-    least, most = np.iinfo(integer.to_pandas_dtype()).min, np.iinfo(integer.to_pandas_dtype()).max
+    least, most = np.iinfo(str(integer)).min, np.iinfo(str(integer)).max
     values = [Decimal(int(least)), Decimal(int(most)), None], [Decimal("0.25"), None]
     for name, column in zip("ab" if is_first else "ba", values, strict=True):
         of_file = pa.array(column, kind if column is values[1] else pa.decimal128(20, 0))

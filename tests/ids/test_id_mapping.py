@@ -31,7 +31,7 @@ NUMBERS = [0, 1, 5, 100, 127, 128, 300, 2**31, 2**32 + 7, 2**53 + 1, 2**63 - 1, 
 
 
 def bounds(kind: pa.DataType) -> tuple[int, int]:
-    limits = np.iinfo(kind.to_pandas_dtype())
+    limits = np.iinfo(str(kind))
     return int(limits.min), int(limits.max)
 
 
