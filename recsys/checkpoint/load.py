@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from recsys.checkpoint.state import Marker
-from recsys.checkpoint.tensor_files import Entry, LocalShard, LocalTensor, read_tensors
+from recsys.checkpoint.tensor_files import Entry, LocalTensor, read_rows, read_tensors
 from recsys.checkpoint.tensors import (
     DENSE,
     DENSE_OPTIMIZER,
@@ -104,16 +104,18 @@ def load_tensors(
     report = choice.report
     state = {name: targets[name] for name in report.loaded if name in targets}
     for name in filter(_is_of_table, state):
-        state[name] = _moved(state[name], saved[name], choice.spans(name))
+        state[name] = state[name].moved(saved[name].size, choice.spans(name))
     same_ranks = config is None and marker.world_size == world.world_size
-    of_ranks = _of_ranks(saved, world, rng=same_ranks, ids=config is None and bool(tensors.statistics))
-    new = {name: LocalTensor.of(saved[name].empty()) for name in of_ranks}
+    rng, ids = _of_ranks(saved, world, rng=same_ranks, ids=config is None and bool(tensors.statistics))
+    new = {name: LocalTensor.of(saved[name].empty()) for name in rng}
     new |= tensors.room_for({n: saved[n] for n in report.loaded if n.startswith(DENSE_OPTIMIZER) and n in saved})
     room = {name: local.shards[0].tensor for name, local in new.items()}
     with _initial_rows({name: targets[name] for name in state}, choice.evicted_rows):
         world.agree(lambda: read_tensors(path, saved, state | new))
     scalars = {n: value for n, value in marker.scalars.items() if DENSE_OPTIMIZER + n in report.loaded}
-    world.agree(lambda: _set_state(tensors, room, scalars, path, world if same_ranks else None))
+    # A rank may load those of many: one at a time, since all would take much memory.
+    counts = ((name, read_rows(path, saved[name], 0, saved[name].size[0])) for name in ids)
+    world.agree(lambda: _set_state(tensors, room, scalars, counts, path, world if same_ranks else None))
     for name, reason in marker.approximate.items():
         if name in report.loaded:
             logger.warning("%s is approximate: %s", name, reason)
@@ -143,16 +145,21 @@ def _check_names(path: Path, marker: Marker) -> None:
             raise UserError(f"checkpoint '{path}' is corrupt: {name} belongs to nothing else in it; use another one")
 
 
-def _of_ranks(saved: Mapping[str, Entry], world: World, rng: bool, ids: bool) -> list[str]:
+def _of_ranks(saved: Mapping[str, Entry], world: World, rng: bool, ids: bool) -> tuple[list[str], list[str]]:
     """Return the states of random number generators, and counts of ids, that this rank loads."""
     names = [name for name in saved if rng and name.startswith(f"{RNG}{world.rank}/")]
     # The counts that each rank has saved are loaded by exactly one rank.
     counted = {name: int(name.split("/")[1]) for name in saved if ids and name.startswith(IDS)}
-    return names + [name for name, rank in counted.items() if rank % world.world_size == world.rank]
+    return names, [name for name, rank in counted.items() if rank % world.world_size == world.rank]
 
 
 def _set_state(
-    tensors: Tensors, room: dict[str, torch.Tensor], scalars: dict[str, Any], path: Path, world: World | None
+    tensors: Tensors,
+    room: dict[str, torch.Tensor],
+    scalars: dict[str, Any],
+    counts: Iterator[tuple[str, torch.Tensor]],
+    path: Path,
+    world: World | None,
 ) -> None:
     """Set the state of the dense optimizer, of random numbers (if `world` is given) and of counts of ids."""
     tensors.after_load()
@@ -162,7 +169,8 @@ def _set_state(
             tensors.set_dense_optimizer(of_optimizer, scalars)
         if world is not None:
             set_rank_rng(room, world)
-        tensors.add_statistics(room)
+        for name, value in counts:
+            tensors.add_statistics(name, value)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:  # the checkpoint's names and numbers
         raise UserError(
             f"checkpoint '{path}' is corrupt: its optimizer state, random state or id counts cannot be read "
@@ -213,7 +221,7 @@ class _Choice:
                 self.report.left[name] = "state of the optimizer"
 
     def spans(self, name: str) -> list[tuple[int, int, int]]:
-        """Return which rows of a table, or of its optimizer's state, are loaded, as `spans` of `_moved`.
+        """Return which rows of a table, or of its optimizer's state, are loaded, as `spans` of `LocalTensor.moved`.
 
         After the null row and the rows of its vocabulary's ids, a table has the rows that all other ids share.
         """
@@ -325,21 +333,3 @@ def _is_of_table(name: str) -> bool:
 def _table_of(name: str) -> str:
     """Return the name of the table that a tensor is, or whose optimizer's state it is."""
     return owner_of(name).removeprefix(TABLES)
-
-
-def _moved(local: LocalTensor, saved: Entry, spans: list[tuple[int, int, int]]) -> LocalTensor:
-    """Return the rows of a tensor that the checkpoint has, as shards at their places in the checkpoint's tensor.
-
-    Args:
-        spans: (first row here, first row there, number of rows).
-    """
-    moved = []
-    for shard in local.shards:
-        first, stop = shard.offsets[0], shard.offsets[0] + shard.tensor.shape[0]
-        for here, there, count in spans:
-            start, end = max(first, here), min(stop, here + count)
-            if start < end:
-                moved.append(
-                    LocalShard(shard.tensor[start - first : end - first], (there + start - here, *shard.offsets[1:]))
-                )
-    return LocalTensor(saved.size, local.dtype, tuple(moved))

@@ -25,7 +25,7 @@ from recsys.data.arrays import value_type
 from recsys.data.footers import metadata_of, opened
 from recsys.data.storage import Storage
 from recsys.errors import UserError, nearest
-from recsys.ids import KeptRows, build_mapping, is_text, read_vocabulary
+from recsys.ids import IdMapping, KeptRows, build_mapping, is_text, read_vocabulary
 from recsys.runtime.parquet import ROW_GROUP_ROWS, STREAMED, prepare_parquet, write_parquet
 from recsys.runtime.signals import ending_orderly
 from recsys.runtime.threads import computed_by_one_thread
@@ -105,6 +105,7 @@ class TableRows:
     Args:
         vocabulary: that of a vocabulary table. kept: the kept rows of a pruned table.
         has_texts: whether the table's ids are texts in the data; None: not known.
+        mapping: that of the table, if it exists already, since one of many ids takes memory.
     """
 
     def __init__(
@@ -113,10 +114,11 @@ class TableRows:
         vocabulary: pa.Array | None,
         kept: KeptRows | None = None,
         has_texts: bool | None = None,
+        mapping: IdMapping | None = None,
     ) -> None:
         self._table, self._has_texts = table, has_texts
         self._first_bucket = None if vocabulary is None else 1 + len(vocabulary)
-        self._mapping = build_mapping(table, vocabulary, kept)
+        self._mapping = mapping or build_mapping(table, vocabulary, kept)
         # From this row on, ids share rows.
         self._first_shared = self._first_bucket if kept is None else kept.num_rows - 1
 

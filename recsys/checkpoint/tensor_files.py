@@ -62,6 +62,22 @@ class LocalTensor:
         to_host = partial(torch.Tensor.to, device="cpu", copy=True, memory_format=torch.contiguous_format)
         return replace(self, shards=tuple(LocalShard(to_host(s.tensor), s.offsets) for s in self.shards))
 
+    def moved(self, size: tuple[int, ...], spans: list[tuple[int, int, int]]) -> "LocalTensor":
+        """Return the rows that a checkpoint's tensor has too, as shards at their places there.
+
+        Args:
+            size: that of the checkpoint's tensor. spans: (first row here, first row there, number of rows).
+        """
+        moved = []
+        for shard in self.shards:
+            first, stop = shard.offsets[0], shard.offsets[0] + shard.tensor.shape[0]
+            for here, there, count in spans:
+                start, end = max(first, here), min(stop, here + count)
+                if start < end:
+                    offsets = (there + start - here, *shard.offsets[1:])
+                    moved.append(LocalShard(shard.tensor[start - first : end - first], offsets))
+        return LocalTensor(size, self.dtype, tuple(moved))
+
 
 @dataclass(frozen=True)
 class Place:

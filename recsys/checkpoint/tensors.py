@@ -155,15 +155,13 @@ class Tensors:
             learned_state |= {f"group{number}/{key}": group[key] for key in learned}
         return learned_state
 
-    def add_statistics(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Add saved counts of ids, tensors `ids/R/F`, to the statistics.
+    def add_statistics(self, name: str, counts: torch.Tensor) -> None:
+        """Add saved counts of ids, a tensor `ids/R/F`, to the statistics.
 
         Raises:
             KeyError, ValueError: they are of another feature, or not statistics.
         """
-        for name, value in tensors.items():
-            if name.startswith(IDS):
-                self.statistics[name.removeprefix(IDS).partition("/")[2]].add_state(value.numpy().view(np.uint64))
+        self.statistics[name.removeprefix(IDS).partition("/")[2]].add_state(counts.numpy().view(np.uint64))
 
 
 def owner_of(name: str) -> str:

@@ -195,6 +195,10 @@ class Inputs:
             file_of_floats=self.datasets[role].file_of_floats(column) if role in self.datasets else None,
         )
 
+    def mapping(self, table: str) -> IdMapping:
+        """Return the mapping from the ids of a table to its rows."""
+        return self._mappings[table]
+
     def id_report(self, num_rows: int) -> dict[str, dict[str, object]]:
         """Return for each id feature what the trained rows held, over all ranks: see `IdStatistics.summary`."""
         report = {}

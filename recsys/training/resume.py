@@ -120,7 +120,8 @@ def _import_tables(inputs: Inputs, built: Built) -> dict[str, int]:
         settings, targets = config.tables[table], built.tensors.to_load()
         optimizer = config.table_optimizer(table).name.name
         vocabulary, kept = facts.of_table(table) if facts else (None, None)
-        rows = TableRows(settings, vocabulary, kept, has_text_ids(config, table, inputs.datasets["train"].schema))
+        has_texts = has_text_ids(config, table, inputs.datasets["train"].schema)
+        rows = TableRows(settings, vocabulary, kept, has_texts, inputs.mapping(table))
         imported = inputs.world.agree(partial(import_table, Path(path), table, settings, optimizer, rows, targets))
         logger.info("table %s: %s rows from %s", table, f"{imported.num_rows:,}", path)
         if imported.optimizer not in (None, optimizer):

@@ -1,6 +1,7 @@
 """A checkpoint on disk: damage is noticed, what interrupts a save leaves the one before it, nothing is executed."""
 
 import errno
+import gc
 import os
 import pickle
 import re
@@ -11,16 +12,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from small_checkpoints import checkpoints, loaded, names, state, tensors
 
-from recsys.checkpoint import Marker, find_checkpoint, verify_checkpoint
+from recsys.checkpoint import Marker, find_checkpoint, load_tensors, verify_checkpoint
 from recsys.checkpoint import files as files_module
 from recsys.checkpoint import save as save_module
 from recsys.checkpoint import state as state_module
 from recsys.checkpoint.files import HashedFile, write_file
 from recsys.errors import UserError
+from recsys.ids import IdStatistics
 from recsys.runtime.world import World
 
 
@@ -279,3 +283,30 @@ def test_what_is_written_is_on_disk_before_it_is_named(
         assert done.index(f"sync {written_as}:{size}") < named
     assert done.index("sync step-000000001.tmp:") < named
     assert done[named + 1 :] == ["sync c:", "sync latest.tmp:15", "sync c:"]
+
+
+def test_counts_of_ids_are_read_one_at_a_time(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of few may load those of many ranks: together they would take much memory."""
+    statistics = {name: IdStatistics() for name in ("a", "b", "c")}
+    for count in statistics.values():
+        count.add_unseen(np.arange(1000, dtype=np.uint64))
+    saved = replace(tensors(1.0), statistics=statistics)
+    checkpoints(tmp_path, world).save(saved, state(1))
+    lengths, alive, add_state = (
+        [len(count.state()) for count in statistics.values()],
+        list[int](),
+        IdStatistics.add_state,
+    )
+
+    def counting(self: IdStatistics, counts: np.ndarray) -> None:
+        tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+        counted = [tensor for tensor in tensors if tensor.dtype is torch.int64 and tensor.numel() in lengths]
+        alive.append(len({tensor.data_ptr() for tensor in counted}))
+        add_state(self, counts)
+
+    monkeypatch.setattr(IdStatistics, "add_state", counting)
+    found = checkpoints(tmp_path, world).newest_valid()
+    assert found is not None
+    into = replace(tensors(-1.0), statistics={name: IdStatistics() for name in statistics})
+    load_tensors(*found, into, world)
+    assert alive == [1, 1, 1] and [len(count.state()) for count in into.statistics.values()] == lengths

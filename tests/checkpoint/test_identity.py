@@ -17,8 +17,7 @@ from launch import fork_train, must_train
 from retrieval import write_retrieval
 
 from recsys.checkpoint import Checkpoints, Source, TrainState
-from recsys.checkpoint.load import _moved
-from recsys.checkpoint.tensor_files import Entry, LocalShard, LocalTensor
+from recsys.checkpoint.tensor_files import LocalShard, LocalTensor
 from recsys.config import load_config
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError
@@ -180,7 +179,7 @@ def test_rows_are_moved_whatever_pieces_they_lie_in() -> None:
         middle = int(generator.integers(0, columns))
         places = [(a, b, c, d) for a, b in pairwise(cuts) for c, d in ((0, middle), (middle, columns))]
         local = tuple(LocalShard(target[a:b, c:d], (a, c)) for a, b, c, d in places)
-        moved = _moved(LocalTensor((here, columns), target.dtype, local), Entry((there, columns), "int64"), spans)
+        moved = LocalTensor((here, columns), target.dtype, local).moved((there, columns), spans)
         assert moved.size == (there, columns)
         for shard in moved.shards:
             row, column = shard.offsets
