@@ -125,7 +125,7 @@ def rehearse_run(config: Config, price_per_hour: float | None = None) -> DryRun:
         shards = planned_shards(config, topology)
         prediction = predict_run(config, data, topology, shards)
         bounded = topology.on_gpu or topology.host_known
-        largest = largest_batch(config, data, topology, shards) if bounded else None
+        largest = largest_batch(config, data, topology, shards, prediction.dense) if bounded else None
         wrong = misfits(prediction.ranks, topology)
         of_step = None
         if speeds is not None:

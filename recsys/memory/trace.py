@@ -236,9 +236,16 @@ def predict_run(config: Config, data: DataFacts, topology: Topology, shards: Seq
     return Prediction(predict(config, data, dense, topology, shards), data, dense)
 
 
-def largest_batch(config: Config, data: DataFacts, topology: Topology, shards: Sequence[Shard]) -> int:
-    """Return the largest global batch that fits under a plan, to within 2 %; 0 if none fits."""
+def largest_batch(
+    config: Config, data: DataFacts, topology: Topology, shards: Sequence[Shard], dense: DenseFacts | None = None
+) -> int:
+    """Return the largest global batch that fits under a plan, to within 2 %; 0 if none fits.
 
+    Args:
+        dense: the dense part at the rows of the config, if it is known: a rehearsal with hundreds of tables takes
+            seconds.
+    """
+    known = {} if dense is None else {dense.rows: dense}
     ranks, drawn = topology.world_size, sampled_rows(config, topology.world_size)
 
     def fits(rows: int, facts: DenseFacts) -> bool:
@@ -254,7 +261,9 @@ def largest_batch(config: Config, data: DataFacts, topology: Topology, shards: S
         return low
 
     def rehearsed(rows: int) -> DenseFacts:
-        return rehearse(config, of_rank_rows(config, data, ranks, rows), rows, topology.device)
+        if rows not in known:
+            known[rows] = rehearse(config, of_rank_rows(config, data, ranks, rows), rows, topology.device)
+        return known[rows]
 
     base = max(64, rank_rows(config, ranks), 4 * (config.train.micro_batch_size or 0))
     low = search(_by_rows(base, rehearsed))
