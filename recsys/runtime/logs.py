@@ -141,7 +141,11 @@ class Progress:
         self._paused, self._told = 0.0, ""
 
     def step(self, rows: int, wait_seconds: float, losses: dict[str, float]) -> None:
-        """Count a step, with `rows` rows over all ranks; a skipped step has no losses."""
+        """Count a step, with `rows` rows over all ranks.
+
+        Args:
+            losses: by task; empty if the step was skipped, or if none of its rows counts for a loss.
+        """
         self._step += 1
         self._rows += rows
         self._total_rows += rows
@@ -194,10 +198,9 @@ class Progress:
     def show(self, values: dict[str, Any]) -> str:
         """Return the figures of `line` as text."""
         tasks = "".join(f"{name} {loss:.4f}  " for name, loss in values.get("losses", {}).items())
-        self._told = (
-            f"loss {values['loss']:.4f}  {tasks}{values['samples_per_s']:,.0f} samples/s  "
-            f"waiting for data {values['wait_share']:.0%}  "
-        )
+        loss = "no loss" if math.isnan(values["loss"]) else f"loss {values['loss']:.4f}"
+        speed = f"{values['samples_per_s']:,.0f} samples/s  waiting for data {values['wait_share']:.0%}"
+        self._told = f"{loss}  {tasks}{speed}  "
         step = f"step {values['step']:>{len(str(self._num_steps))}}/{self._num_steps}"
         return f"{step}  {self._told}left {clock(values['seconds_left'])}"
 

@@ -39,7 +39,7 @@ class Totals:
         loss, weight: the sums of losses and of `Model.denominator`; their ratio is the loss of the step.
         num_bad, num_stops, num_publishes: how many ranks have a step that is not finite, ask to stop, ask to publish.
         num_rows, num_bad_rows: of the global batch, as in `Batch`.
-        task_losses: with several tasks, their shares of the loss.
+        task_losses: with several tasks, their shares of the loss; NaN for one whose label no row has.
     """
 
     SIZE = 8  # without the tasks

@@ -172,7 +172,8 @@ class StepLoss:
         weights: result of `task_weights`.
 
     Attributes:
-        total: the sum over the rows so far, FP32. by_task: the tasks' shares of it, [tasks].
+        total: the sum over the rows so far, FP32. by_task: the tasks' shares of it, [tasks]; NaN for a task whose label
+            no row of the global batch has, so that its loss is not taken for 0.
         weight: this rank's `Model.denominator`; the sum over ranks divides the loss.
     """
 
@@ -182,6 +183,8 @@ class StepLoss:
         self._factors = _task_factors(weights, batch, self.weight, model.num_parts) if weights else None
         self.total = batch.weights.new_zeros(())
         self.by_task = batch.weights.new_zeros(len(weights))
+        if self._factors is not None:
+            self.by_task.masked_fill_(self._factors == 0, torch.nan)
 
     def add(self, outputs: Outputs, rows: Batch) -> torch.Tensor:
         """Return the loss of some rows, summed over rows and tasks, and add it to `total`.

@@ -1,5 +1,6 @@
 """The results of a step, for the training loop and for evaluation."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -18,7 +19,9 @@ class StepOutput:
         loss: weighted mean over the global batch; with several tasks, the sum of their weighted means.
         stop, publish: some rank asked to stop, or to publish.
         weight: `Model.denominator` of the global batch, which divides the sum of losses.
-        losses: with several tasks, the mean of each over the rows that have its label, without the task's weight.
+        losses: with several tasks, the mean of each over the rows that have its label, without the task's weight; a
+            task whose label no row of the step has is left out.
+        has_loss: some row of the step counts for a loss; otherwise `loss` is 0.
         num_rows, num_bad_rows: of the global batch, as in `Batch`.
         skipped: no rank has changed a table or a weight, since the loss or a gradient of some rank is not finite, or
             the step `is_weightless`.
@@ -34,6 +37,7 @@ class StepOutput:
     losses: dict[str, float] = field(default_factory=dict)
     stop: bool = False
     publish: bool = False
+    has_loss: bool = True
     num_rows: int = 0
     num_bad_rows: int = 0
     skipped: bool = False
@@ -56,5 +60,6 @@ class StepOutput:
         self.num_rows, self.num_bad_rows = totals.num_rows, totals.num_bad_rows
         self.is_weightless = 0 < weight < LEAST_WEIGHT
         self.skipped = totals.num_bad > 0 or self.is_weightless
-        shares = zip(tasks.items(), totals.task_losses, strict=True)
+        shares = [each for each in zip(tasks.items(), totals.task_losses, strict=True) if not math.isnan(each[1])]
         self.losses = {name: loss / weight / factor for (name, factor), loss in shares if weight and factor}
+        self.has_loss = weight > 0 and bool(shares or not tasks)

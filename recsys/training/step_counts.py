@@ -56,7 +56,8 @@ class StepCounts:
         counts = state.epoch_rows[epoch]
         counts[2 if output.skipped else 0] += output.num_rows
         counts[1] += output.num_bad_rows
-        self._progress.step(output.num_rows, waited, {} if output.skipped else {"": output.loss, **output.losses})
+        has_loss = output.has_loss and not output.skipped
+        self._progress.step(output.num_rows, waited, {"": output.loss, **output.losses} if has_loss else {})
         self._check_bad_rows(step, counts[1])
         in_fp16 = self._config.precision.autocast is Autocast.fp16
         state.loss_scale, state.loss_scale_good_steps = (scale.value, scale.good_steps) if in_fp16 else (None, 0)

@@ -67,6 +67,34 @@ def test_a_null_label_counts_as_a_row_of_weight_0(folder: Path, tmp_path: Path) 
     assert metrics["test"]["rows"] < ROWS
 
 
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("data.labels={click: clicked, buy: {column: late, nulls: unknown}}",),
+        ("data.labels={buy: {column: late, nulls: unknown}}",),
+        ("data.label_column=bought_or_0", "data.weight_column=is_late"),
+    ],
+    ids=["of several", "the only one", "no weight"],
+)
+def test_a_step_without_a_row_of_a_label_has_no_loss_of_it(
+    options: tuple[str, ...], nproc: int, folder: Path, tmp_path: Path
+) -> None:
+    """Lines of metrics.jsonl have means over steps, which losses of 0 would pull down."""
+    rows = pq.read_table(folder / "rows").slice(0, 480)
+    is_late = np.arange(480) >= 240
+    rows = rows.append_column("late", pa.array(rows["bought_or_0"].to_numpy(), mask=~is_late))
+    pq.write_table(rows.append_column("is_late", pa.array(is_late.astype(np.float32))), tmp_path / "rows.parquet")
+    data = (f"data.train={tmp_path}/rows.parquet", "data.test=null", "data.shuffle=false", "data.num_streams=1")
+    lines, _ = train(folder, tmp_path / "run", *data, *options, nproc=nproc)
+    if "click" in options[-1]:
+        assert [[*line["losses"]] for line in lines] == [["click"]] * 2 + [["click", "buy"]] * 2
+        assert None not in losses(lines)
+    else:
+        first, second, *late = losses(lines)
+        assert first is None and second is None and min(late) > 0.3
+
+
 @pytest.mark.slow
 def test_an_expression_is_the_column_that_it_says(folder: Path, tmp_path: Path) -> None:
     said, _ = train(folder, tmp_path / "a", "data.labels={buy: \"event == 'purchase'\"}")
