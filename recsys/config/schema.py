@@ -70,7 +70,7 @@ class FeatureConfig:
     # With separator: the ids in the texts are integers of 64 bits, as in a column of integers that has the same table.
     integers: bool = False
     table: str | None = None  # `id`: the table with its vectors, which features may share
-    max_length: int | None = bounded(None, 1)  # `id`: longer lists are cut to this many ids
+    max_length: int | None = bounded(None, 1)  # `id`: longer lists are cut to this many ids, nulls included
     keep: Keep = Keep.last  # which end of a longer list is kept
     weights: str | None = None  # column with a weight for each id: a list of numbers as long as the list of ids
     boundaries: list[float] | None = None  # the column holds numbers; the id is how many of these are <= the number
@@ -79,7 +79,7 @@ class FeatureConfig:
     # `id` that is not known when rows are scored, such as the position at which an item was shown: it is null in this
     # share of the rows of data.train, drawn in each epoch, and in all rows of other data, which need no column for it.
     hidden: float | None = bounded(None, 1e-6, below=1)
-    fill: float = bounded(0.0, -LARGE, LARGE)  # value of a null float
+    fill: float = bounded(0.0, -LARGE, LARGE)  # value of a null float, before clip, log1p and standardise
     clip: list[float | None] | None = None  # `float`: [least, greatest], null: no bound; before log1p, standardise
     log1p: bool = False  # `float`: log(1 + x)
     standardise: bool = False  # `float`: (x - mean) / standard deviation, both of data.train
