@@ -12,6 +12,8 @@ from recsys.config.model import MODELS, find_model
 from recsys.config.schema import Config
 from recsys.errors import nearest
 
+_UNIONS = (types.UnionType, typing.Union)  # `int | None` and `Optional[int]`, which are one from Python 3.14 on
+
 
 @cache
 def fields_of(expected: Any, model: type | None) -> dict[str, Any]:
@@ -30,7 +32,7 @@ def fields_of(expected: Any, model: type | None) -> dict[str, Any]:
 def required_type(expected: Any) -> Any:
     """Return the type of a value that may also be null."""
     choices = [choice for choice in typing.get_args(expected) if choice is not type(None)]
-    return choices[0] if isinstance(expected, types.UnionType) and len(choices) == 1 else expected
+    return choices[0] if typing.get_origin(expected) in _UNIONS and len(choices) == 1 else expected
 
 
 def unknown_key(parent: str, name: str, allowed: list[str], model: type | None) -> str:

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import types
 import typing
 from collections.abc import Sequence
 from enum import Enum
@@ -281,11 +280,11 @@ def _type_of(key: str, model: type) -> Any:
 
 
 def _describe(expected: Any) -> str:
-    optional = [choice for choice in typing.get_args(expected) if choice is not type(None)]
-    if isinstance(expected, types.UnionType):
-        return f"{_describe(optional[0])} or null"
+    required = required_type(expected)
+    if required is not expected:
+        return f"{_describe(required)} or null"
     if typing.get_origin(expected) is list:
-        return f"a list, each {_describe(optional[0])}"
+        return f"a list, each {_describe(typing.get_args(expected)[0])}"
     if isinstance(expected, type) and issubclass(expected, Enum):
         return f"one of {', '.join(expected.__members__)}"
     return {None: "of its type", int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(

@@ -1,8 +1,9 @@
-"""What a model of one's own says that it needs: items by whatever key of its own; needs that do not hold together."""
+"""A model of one's own: what it says that it needs, such as items by any key; needs that do not fit; its optional keys."""
 
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Optional
 
 import pytest
 import torch
@@ -132,3 +133,26 @@ def test_items_that_are_drawn_of_no_file() -> None:
     without = replace(config.data, items=None, valid=None, test=None)
     with pytest.raises(UserError, match=r"'data\.items' is not set, but model own\.Model samples items from it"):
         check_model(replace(config, data=without, model=OwnConfig(wanted=Needs(**ITEMS, sampled_items=8))))
+
+
+@dataclass
+class KeysConfig(WiderConfig):
+    width: Optional[int] = None  # noqa: UP045
+    widths: Optional[list[int]] = None  # noqa: UP045
+
+
+class Keys(Products):
+    Config = KeysConfig
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("width=wide", r"'model\.width' must be a whole number or null, found 'wide'"),
+        ("widths=3", r"'model\.widths' must be a list, each a whole number, found 3"),
+        ("widths=[wide]", r"'model\.widths\[0\]' must be a whole number, found 'wide'"),
+    ],
+)
+def test_wrong_values_of_optional_keys(change: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        load_config(own_config(tmp_path), [f"model.name={__name__}.Keys", f"model.{change}"])
