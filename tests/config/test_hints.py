@@ -31,7 +31,7 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
             "model={name: dcn, top_mlp: [64]}",
             "not known; of other models, dlrm, wukong have it; did you mean 'model.mlp'?",
         ),
-        ("model={name: dcn, botom_mlp: [64]}", "not known; did you mean 'model.bottom_mlp'?"),
+        ("model.botom_mlp=[64]", "not known; did you mean 'model.bottom_mlp'?"),
         ("tables.user={num_embeddings:20, embedding_dim: 8}", "a blank behind the colon: 'num_embeddings: 20'"),
         ("features.user_id={table:user}", "a blank behind the colon: 'table: user'"),
         ("features.user_id={tabel:user}", "did you mean 'features.user_id.table'?"),

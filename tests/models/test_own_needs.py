@@ -1,4 +1,4 @@
-"""A model of one's own: what it says that it needs, such as items by any key; needs that do not fit; its optional keys."""
+"""A model of one's own: what it says that it needs, such as items by any key; needs that do not fit; optional keys."""
 
 import json
 from dataclasses import dataclass, field, replace
