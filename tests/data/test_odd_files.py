@@ -258,6 +258,10 @@ def test_encrypted_files(tmp_path, plaintext_footer):
         with pytest.raises(BadDataError, match=r"'.*a.parquet' is not a readable Parquet file \(it is encrypted\)"):
             open_columns(file, "open")
         return
+    if int(pa.__version__.partition(".")[0]) < 26:  # as with Python 3.10: it then reads no column of such a file
+        with pytest.raises(BadDataError, match=r"column 'open' of row group 0 of .* cannot be read"):
+            read_all(open_columns(file, "open"))
+        return
     for column in ("user", "name"):
         with pytest.raises(BadDataError, match=f"column '{column}' of row group 0 of '{file}' cannot be read"):
             read_all(open_columns(file, "open", column))
