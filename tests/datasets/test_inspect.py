@@ -360,6 +360,7 @@ def test_reading_and_writing_for_long_show_how_far_they_are(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "_AFTER_S", 0.001)
+    monkeypatch.setattr(live.logger, "level", 0)  # another test may have opened a log in this process
     prepare(["synthetic", "--out", f"{tmp_path}/log", "--rows", "20000", "--users", "500", "--items", "50"])
     assert f"writing {tmp_path}/log, 0 s so far\n" in capfd.readouterr().err
     inspect(tmp_path, f"{tmp_path}/log", "--label", "label")
