@@ -106,20 +106,24 @@ def load_tensors(
     for name in filter(_is_of_table, state):
         state[name] = state[name].moved(saved[name].size, choice.spans(name))
     same_ranks = config is None and marker.world_size == world.world_size
-    rng, ids = _of_ranks(saved, world, rng=same_ranks, ids=config is None and bool(tensors.statistics))
+    rng = [name for name in saved if same_ranks and name.startswith(f"{RNG}{world.rank}/")]
     new = {name: LocalTensor.of(saved[name].empty()) for name in rng}
     new |= tensors.room_for({n: saved[n] for n in report.loaded if n.startswith(DENSE_OPTIMIZER) and n in saved})
     room = {name: local.shards[0].tensor for name, local in new.items()}
     with _initial_rows({name: targets[name] for name in state}, choice.evicted_rows):
         world.agree(lambda: read_tensors(path, saved, state | new))
     scalars = {n: value for n, value in marker.scalars.items() if DENSE_OPTIMIZER + n in report.loaded}
-    # A rank may load those of many: one at a time, since all would take much memory.
-    counts = ((name, read_rows(path, saved[name], 0, saved[name].size[0])) for name in ids)
-    world.agree(lambda: _set_state(tensors, room, scalars, counts, path, world if same_ranks else None))
+    world.agree(lambda: _set_state(tensors, room, scalars, path, world if same_ranks else None))
+    if config is None and tensors.statistics:
+        world.agree(lambda: _add_counts(tensors, saved, path, world))
+    _warn_of_approximate(marker, report)
+    return report
+
+
+def _warn_of_approximate(marker: Marker, report: Loaded) -> None:
     for name, reason in marker.approximate.items():
         if name in report.loaded:
             logger.warning("%s is approximate: %s", name, reason)
-    return report
 
 
 @contextmanager
@@ -145,33 +149,37 @@ def _check_names(path: Path, marker: Marker) -> None:
             raise UserError(f"checkpoint '{path}' is corrupt: {name} belongs to nothing else in it; use another one")
 
 
-def _of_ranks(saved: Mapping[str, Entry], world: World, rng: bool, ids: bool) -> tuple[list[str], list[str]]:
-    """Return the states of random number generators, and counts of ids, that this rank loads."""
-    names = [name for name in saved if rng and name.startswith(f"{RNG}{world.rank}/")]
-    # The counts that each rank has saved are loaded by exactly one rank.
-    counted = {name: int(name.split("/")[1]) for name in saved if ids and name.startswith(IDS)}
-    return names, [name for name, rank in counted.items() if rank % world.world_size == world.rank]
-
-
 def _set_state(
-    tensors: Tensors,
-    room: dict[str, torch.Tensor],
-    scalars: dict[str, Any],
-    counts: Iterator[tuple[str, torch.Tensor]],
-    path: Path,
-    world: World | None,
+    tensors: Tensors, room: dict[str, torch.Tensor], scalars: dict[str, Any], path: Path, world: World | None
 ) -> None:
-    """Set the state of the dense optimizer, of random numbers (if `world` is given) and of counts of ids."""
+    """Set the state of the dense optimizer, and of random numbers if `world` is given."""
     tensors.after_load()
     of_optimizer = {n.removeprefix(DENSE_OPTIMIZER): t for n, t in room.items() if n.startswith(DENSE_OPTIMIZER)}
-    try:
+    with _state_is_readable(path):
         if of_optimizer or scalars:
             tensors.set_dense_optimizer(of_optimizer, scalars)
         if world is not None:
             set_rank_rng(room, world)
-        for name, value in counts:
-            tensors.add_statistics(name, value)
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:  # the checkpoint's names and numbers
+
+
+def _add_counts(tensors: Tensors, saved: Mapping[str, Entry], path: Path, world: World) -> None:
+    """Add the saved counts of ids to the statistics; those that a rank has saved are loaded by exactly one rank.
+
+    A rank may load those of many: one at a time, since all would take much memory.
+    """
+    ranks = {name: int(name.split("/")[1]) for name in saved if name.startswith(IDS)}
+    for name in [name for name, rank in ranks.items() if rank % world.world_size == world.rank]:
+        counts = read_rows(path, saved[name], 0, saved[name].size[0])
+        with _state_is_readable(path):
+            tensors.add_statistics(name, counts)
+
+
+@contextmanager
+def _state_is_readable(path: Path) -> Iterator[None]:
+    """Report what does not fit the run as a corrupt checkpoint: its names and numbers may be anything."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"checkpoint '{path}' is corrupt: its optimizer state, random state or id counts cannot be read "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); use another one"

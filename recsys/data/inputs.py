@@ -7,20 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from recsys.config import Config, IdMappingType, NullPolicy
 from recsys.config.features import float_features, id_features
 from recsys.data.batch import MicroBatches
 from recsys.data.checks import check_types, check_weights
 from recsys.data.convert import convert_ids
+from recsys.data.corpus import index_of_items, read_corpus
 from recsys.data.dataset import Dataset
 from recsys.data.facts import Facts
 from recsys.data.footer_cache import kept_schema
 from recsys.data.label_checks import check_known
 from recsys.data.loader import Loader, LoaderOptions
 from recsys.data.negatives import ItemSampler
-from recsys.data.parquet import open_dataset, read_column, read_head, with_made
+from recsys.data.parquet import open_dataset, read_head, with_made
 from recsys.data.permutation import Permutation
 from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
 from recsys.data.wanted import (
@@ -39,8 +39,8 @@ from recsys.data.wanted import (
     taught_columns,
 )
 from recsys.data.window import Ragged, convert_table
-from recsys.errors import UserError, counted
-from recsys.ids import HashMapping, IdMapping, IdStatistics, IndexMapping, build_mapping, build_routes, num_again
+from recsys.errors import UserError
+from recsys.ids import HashMapping, IdMapping, IdStatistics, build_mapping, build_routes
 from recsys.runtime.files import copy_files
 from recsys.runtime.threads import batches_ahead, decode_in_processes, decoding_threads
 from recsys.runtime.world import World
@@ -82,7 +82,7 @@ class Inputs:
     def __init__(self, config: Config, datasets: dict[str, Dataset], corpus: pa.Array | None, world: World) -> None:
         self.datasets, self.corpus, self.world = datasets, corpus, world
         # Made once for all roles, because an index of many ids takes time and memory.
-        self._positions = None if corpus is None else _index_of_items(config, datasets, corpus)
+        self._positions = None if corpus is None else index_of_items(config, datasets["items"], corpus)
         self._set(config, None)
 
     def _set(self, config: Config, facts: Facts | None) -> None:
@@ -110,7 +110,7 @@ class Inputs:
         other = copy(self)
         other.datasets = self.datasets | datasets
         if corpus is not None:
-            other.corpus, other._positions = corpus, _index_of_items(self.config, datasets, corpus)
+            other.corpus, other._positions = corpus, index_of_items(self.config, datasets["items"], corpus)
         return other
 
     def loader(self, role: str, dataset: Dataset | None = None, permutation: Permutation | None = None) -> Loader:
@@ -321,32 +321,3 @@ def _mapping(config: Config, table: str, facts: Facts | None) -> IdMapping:
     if facts is None and (settings.mapping is IdMappingType.vocabulary or settings.kept_rows is not None):
         return HashMapping(settings.num_embeddings, settings.hash_seed)  # for checks: it accepts the same ids
     return build_mapping(settings, *((None, None) if facts is None else facts.of_table(table)))
-
-
-def _index_of_items(config: Config, datasets: dict[str, Dataset], corpus: pa.Array) -> IndexMapping:
-    try:
-        return IndexMapping(corpus)
-    except (UserError, TypeError) as error:
-        raise UserError(f"config key '{datasets['items'].key}': column '{item_column(config)}': {error}") from error
-
-
-def read_corpus(config: Config, items: Dataset) -> pa.Array:
-    """Return the raw ids of all items, in file order.
-
-    Raises:
-        UserError: an id is null, or occurs twice.
-    """
-    column = item_column(config)
-    ids = read_column(items, column)
-    if ids.null_count:
-        raise UserError(
-            f"config key '{items.key}': column '{column}' holds {counted(ids.null_count, 'null')}; leave them out"
-        )
-    if num_again(ids):
-        counts = ids.value_counts()
-        twice = counts.filter(pc.greater(counts.field("counts"), 1))
-        raise UserError(
-            f"config key '{items.key}': item {twice[0]['values']} occurs {twice[0]['counts']} times; "
-            f"list every item once"
-        )
-    return ids
